@@ -27,7 +27,7 @@ from fleetfoot.records.weights import BLOCK_TYPES_BY_NAME
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 SMALL = {"small": (96, 512)}
-TYPES = ("Q4_K", "Q8_0", "Q6_K", "Q4_0", "Q5_K", "MXFP4")
+TYPES = ("Q4_K", "Q8_0", "Q6_K")
 CACHE_BYTES = 200e6
 """More than the L2 cache has."""
 

@@ -74,3 +74,10 @@ def test_a_needle_is_found_with_kv_in_fp8() -> None:
     lines = run("needle", "--tokens", "1200", "--needles", "20", "--sharpness", "2", "--device", "cpu").splitlines()
     found = {report["kv"]: report["found"] for report in map(json.loads, lines)}
     assert found == {"auto": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0}
+
+
+def test_a_token_beside_its_bytes() -> None:
+    model = str(BENCHMARKS.parent / "src" / "fleetfoot" / "assets" / "story-llama")
+    report = json.loads(run("decode_floor", model, "--tokens", "6", "--rounds", "1"))
+    assert report["bytes"]["weights"] > 7_000_000 and report["bytes"]["states"] == 0
+    assert report["ratio"] > 0

@@ -90,6 +90,14 @@ def no_warning_of_missing_c_kernels() -> Iterator[None]:
     logger.removeFilter(is_expected)
 
 
+@pytest.fixture
+def own_garbage() -> Iterator[None]:
+    """Collections look at what the test makes, and not at all that pytest has collected, which takes a second each."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def text_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The folder of a tiny random checkpoint with a real tokenizer, and its reference model."""

@@ -98,7 +98,12 @@ READ_BY_OTHERS = {
     *("e2e_request_latency_seconds", *(f"request_{name}_time_seconds" for name in _TIMES)),
     *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "request_success"),
     *("external_prefix_cache_queries", "external_prefix_cache_hits", "num_preemptions", "engine_sleep_state"),
-    *("num_requests_waiting_by_reason", "prompt_tokens_by_source", "iteration_tokens_total"),
+    *(
+        "num_requests_waiting_by_reason",
+        "prompt_tokens_by_source",
+        "iteration_tokens_total",
+        "request_prefill_kv_computed_tokens",
+    ),
     *("nixl_xfer_time_seconds", "nixl_post_time_seconds", "nixl_bytes_transferred", "nixl_num_descriptors"),
     *("nixl_num_failed_transfers", "nixl_num_failed_notifications", "nixl_num_kv_expired_reqs"),
     # production-stack
@@ -122,6 +127,7 @@ def test_metrics_that_others_read_are_there(pair: tuple[RunningServer, RunningSe
         assert all(sample.labels.keys() >= {"model_name", "engine"} for sample in families[name].samples), name
     values = {sample.name: sample.value for one in families.values() for sample in one.samples}
     assert values["vllm:nixl_bytes_transferred_sum"] >= 2 * 64 * 1024
+    assert 0 < values["vllm:request_prefill_kv_computed_tokens_sum"] < values["vllm:request_prompt_tokens_sum"] / 2
     assert values["vllm:nixl_xfer_time_seconds_sum"] >= values["vllm:nixl_post_time_seconds_sum"] > 0
     assert values["vllm:nixl_num_descriptors_count"] == values["vllm:nixl_xfer_time_seconds_count"] >= 2
     adapters = families["lora_requests_info"].samples[0].labels

@@ -12,6 +12,7 @@ from benchmarks.soak_oracle import Case, Oracle, WeightSets
 from fleetfoot import RequestOutput
 from fleetfoot.outputs import CompletionOutput, Logprob
 
+pytestmark = pytest.mark.usefixtures("own_garbage")
 DRAFT = Path(__file__).parents[1] / "assets" / "story-draft"
 
 
@@ -27,8 +28,8 @@ def test_every_output_is_that_of_the_weights_served(caplog: pytest.LogCaptureFix
 
 
 def test_soak_over_http() -> None:
-    report = http_soak(24, model=DRAFT, num_cases=6, num_weights=2, num_reports=2, event_every=6, seed=1)
-    assert report["requests"] == 24 and report["compared"] > 12
+    report = http_soak(16, model=DRAFT, num_cases=4, num_weights=2, num_reports=2, event_every=5, seed=1)
+    assert report["requests"] == 16 and report["compared"] > 8
     assert any(name.startswith("update_mode_") for name in report), report
 
 

@@ -18,6 +18,7 @@ from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
 from fleetfoot.records.step import ModelRunnerOutput, RowLogprobs
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 
+pytestmark = pytest.mark.usefixtures("own_garbage")
 ASSETS = Path(__file__).parent.parent / "assets"
 SAMPLING = ["greedy", "seeded", "filtered", "penalized"]
 

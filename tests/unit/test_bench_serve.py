@@ -144,9 +144,12 @@ def test_several_loads_are_a_line_each_with_the_keys_of_vllm(
     assert "p99" in {element.text for element in drawn.iter() if element.tag.endswith("text")}
 
 
-def test_a_profile_of_the_target(server: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_and_the_tails_of_one_load(server: OpenAI, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLEETFOOT_ADMIN_KEY", "admin")
-    assert main(bench(server, "--profile", "--num-prompts", "2", "--burstiness", "0.5", "--request-rate", "900")) == 0
+    flags = "--profile", "--num-prompts", "2", "--burstiness", "0.5", "--request-rate", "900"
+    assert main(bench(server, *flags, "--plot", str(tmp_path / "tails.svg"))) == 0
+    drawn = ElementTree.parse(tmp_path / "tails.svg")
+    assert {"time to first token", "50%"} <= {one.text for one in drawn.iter() if one.tag.endswith("text")}
     assert server.profiles == [("/start_profile", "Bearer admin", 0), ("/stop_profile", "Bearer admin", 3)]
 
 

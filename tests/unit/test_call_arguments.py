@@ -63,6 +63,9 @@ MENDED = [
     ('{"a": [1, {"b": 2}', {"a": [1, {"b": 2}]}),
     ('{"a": ' + "9" * 5000 + "}", {"a": "9" * 5000}),
     ('{{"a": 1}}', {"a": 1}),
+    ('{"a": 1, // x, "y"\n /* "z": */ "b": [2 /* 3, */, /**/ 4] // "c"\n}', {"a": 1, "b": [2, 4]}),
+    ('{"a": "x" // y\n, "b": "z" /* } */}', {"a": "x", "b": "z"}),
+    ('{"a": http://x/y, "b": "//" / "/*"}', {"a": "http://x/y", "b": '//" / "/*'}),
     ("{}", {}),
 ]
 MENDED_PYTHON = [
@@ -183,7 +186,25 @@ def test_gemma_values_of_other_languages(value, expected):
 
 XML = "<tool_call>\n<function=run>\n<parameter=command>\nls\n</parameter>\n<parameter=b>\n%s\n</parameter>\n</function>"
 PIECES = st.sampled_from(
-    [*"{}[]()\"':,\\+-.<`#%", "\n", "\t", "\x01", '"""', "\\u", "\\ud83d", "\\n", "true", "None", "1", "1e9", " a", "é"]
+    [
+        *"{}[]()\"':,\\+-.<`#%",
+        "//",
+        " /*",
+        "*/",
+        "\n",
+        "\t",
+        "\x01",
+        '"""',
+        "\\u",
+        "\\ud83d",
+        "\\n",
+        "true",
+        "None",
+        "1",
+        "1e9",
+        " a",
+        "é",
+    ]
 )
 WRAPPERS = [
     *BODIES.items(),

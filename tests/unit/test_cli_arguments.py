@@ -201,6 +201,8 @@ OVERRIDE = ["--override-generation-config"]
         (["bench", "throughput", "--request-rate", "0"], "'0' is no number above 0"),
         (["bench", "throughput", "--prefix-len", "600"], "--prefix-len 600 is more than --input-len 512"),
         (["bench", "throughput", "--prompts-file", "-", "--input-len", "8"], "leave out --input-len"),
+        (["bench", "throughputs"], "did you mean throughput?"),
+        (["generate", "--dtype", "bfloat"], "did you mean bfloat16?"),
         (["generat"], "there is no command 'generat'; did you mean generate?"),
         (["xyzzy"], "there is no command 'xyzzy'; there are generate, chat, serve, bench, plan"),
         (["run-batch", "M"], "there is no command 'run-batch'; fleetfoot generate takes a file of prompts"),

@@ -239,6 +239,9 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['"2024-02-29"', '"2000-02-29"', '"2023-12-31"'],
         ['"2023-02-29"', '"1900-02-29"', '"2023-04-31"', '"2023-1-1"'],
     ),
+    "a pattern with escapes that other engines need": (
+        {**TEXT, "pattern": r"^\<[a\>]\>$"}, ['"<a>"', '"<>>"'], ['"<>"', '"a"', '"<c>"'],
+    ),
     "dates of a pattern": (
         {**TEXT, "format": "date", "pattern": "^202"},
         ['"2023-12-31"'],

@@ -34,7 +34,7 @@ import msgspec
 from fleetfoot.cli import command
 from fleetfoot.cli.arguments import add_engine_arguments, engine_config
 from fleetfoot.cli.bench_client import Conversation, Finished, Load, Progress, Sample, Turn, gaps
-from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, distribution, ratio, run_load
+from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, distribution, ratio, run_load, tails_chart
 from fleetfoot.cli.drawing import Chart, Curve, check_plot_file, draw
 from fleetfoot.config import env
 from fleetfoot.utils.process import num_cores, raise_file_limit, write_to
@@ -241,13 +241,7 @@ def _read(process: subprocess.Popen[bytes], size: int) -> bytes:
 def results(outcome: Outcome, goodput: dict[str, float], concurrency: int = 0) -> dict[str, Any]:
     """The measurements, by the keys of `vllm bench serve`. ``goodput``: limits in ms, by metric."""
     good = [one for one in outcome.samples if not one.error]
-    duration = outcome.duration_s
-    times = {
-        "ttft": [one.first - one.sent for one in good],
-        "tpot": [_tpot(one) for one in good if one.num_output_tokens > 1],
-        "itl": [gap for one in good for gap in gaps(one)],
-        "e2el": [one.end - one.sent for one in good],
-    }
+    duration, times = outcome.duration_s, _times(good)
     num_input, num_output = (sum(getattr(one, f"num_{name}_tokens") for one in good) for name in ("prompt", "output"))
     found: dict[str, Any] = {
         "duration": outcome.duration_s,
@@ -287,6 +281,16 @@ def results(outcome: Outcome, goodput: dict[str, float], concurrency: int = 0) -
     }
     found["error_counts"] = dict(Counter(one.error for one in outcome.samples if one.error).most_common(5))
     return found
+
+
+def _times(good: Sequence[Sample]) -> dict[str, list[float]]:
+    """Seconds, by the names of metrics."""
+    return {
+        "ttft": [one.first - one.sent for one in good],
+        "tpot": [_tpot(one) for one in good if one.num_output_tokens > 1],
+        "itl": [gap for one in good for gap in gaps(one)],
+        "e2el": [one.end - one.sent for one in good],
+    }
 
 
 def _tpot(sample: Sample) -> float:
@@ -402,8 +406,14 @@ class LiveTable:
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def plot(points: Sequence[dict[str, Any]], goodput: dict[str, float], file: str) -> None:
-    """Latencies and throughput over the load: over the rate of requests, or over the concurrency where that differs."""
+def plot(points: Sequence[dict[str, Any]], outcomes: Sequence[Outcome], goodput: dict[str, float], file: str) -> None:
+    """Latencies and throughput over the load: over the rate of requests, or over the concurrency where that differs. Of
+    one load the tails of its times."""
+    title = f"{points[0]['model_id']}, {points[0]['label']}"
+    if len(points) == 1:
+        times = _times([one for one in outcomes[0].samples if not one.error])
+        draw(title, [tails_chart({_METRICS[name]: values for name, values in times.items()})], file)
+        return
     by_rate = len({one["request_rate"] for one in points}) > 1
     name, unit = ("request_rate", "requests/s") if by_rate else ("max_concurrency", "requests at once")
     places = [float(one[name] or 0) if one[name] != "inf" else math.inf for one in points]
@@ -425,7 +435,7 @@ def plot(points: Sequence[dict[str, Any]], goodput: dict[str, float], file: str)
     charts.append(Chart("requests/s that were answered", unit, curves))
     tokens = [(x, one["output_throughput"]) for x, one in zip(places, points, strict=True)]
     charts.append(Chart("output tokens/s", unit, [Curve("", tokens, "marked")]))
-    draw(f"{points[0]['model_id']}, {points[0]['label']}", charts, file)
+    draw(title, charts, file)
 
 
 # --- a server of its own ----------------------------------------------------------------------------------------------
@@ -552,7 +562,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     text = "limits in ms of ttft, tpot or e2el: requests within all of them are good"
     add("--goodput", nargs="+", type=_limit, default=[], metavar="NAME:MS", help=text)
-    add("--plot", metavar="FILE", help="draw latencies and throughput over the load, .svg or .png")
+    add("--plot", metavar="FILE", help="draw latencies and throughput over the load, or the tails of one, .svg or .png")
     add("--offline", action="store_true", help="measure the same requests without a server before, and compare")
     add("--label", default="fleetfoot", metavar="TEXT", help="a name of the target in the result (default: fleetfoot)")
     add("--save-detailed", action="store_true", help="add the times of each request to the result")
@@ -592,9 +602,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.profile:
             _profile(f"{url}/start_profile", headers)
             stack.callback(_profile, f"{url}/stop_profile", headers)
-        points = _run_loads(arguments, target, shape, fields, server, offline)
+        points, outcomes = _run_loads(arguments, target, shape, fields, server, offline)
     if arguments.plot is not None:
-        plot(points, dict(arguments.goodput), arguments.plot)
+        plot(points, outcomes, dict(arguments.goodput), arguments.plot)
     text = command.dump_object(points[0]) if len(points) == 1 else "\n".join(json.dumps(one) for one in points)
     if arguments.output is None:
         print(text)
@@ -610,8 +620,8 @@ def _run_loads(
     fields: dict[str, Any],
     server: OwnServer | None,
     offline: dict[str, float] | None,
-) -> list[dict[str, Any]]:
-    goodput, points = dict(arguments.goodput), []
+) -> tuple[list[dict[str, Any]], list[Outcome]]:
+    goodput, points, outcomes = dict(arguments.goodput), [], []
     if arguments.num_warmup:
         warm_up = make_conversations(replace(shape, seed=shape.seed + 1_000_003), fields, arguments.num_warmup)
         outcome = run_processes(target, warm_up, 1, lambda progress: None)
@@ -645,11 +655,12 @@ def _run_loads(
             if arguments.save_detailed:
                 point |= _details(outcome)
             points.append(point)
+            outcomes.append(outcome)
             row = table.end(outcome)
             if not sys.stderr.isatty():
                 command.print_status(f"[{row}]")
             _warn(point)
-    return points
+    return points, outcomes
 
 
 def _conversations(

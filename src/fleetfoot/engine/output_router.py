@@ -24,7 +24,7 @@ _OF_REQUESTS = (
     *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
     *("request_decode_time_seconds", "request_inference_time_seconds", "request_time_per_output_token_seconds"),
     *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
-    *("request_params_max_tokens", "request_params_n"),
+    *("request_params_max_tokens", "request_params_n", "request_prefill_kv_computed_tokens"),
 )
 """Histograms with one sample for each request, in the order in which `OutputRouter` adds them."""
 
@@ -319,6 +319,7 @@ class OutputRouter:
             last - sequence.queued_ts, begin - sequence.queued_ts, first - begin, last - first, last - begin,
             metrics.time_per_output_token, request.num_prompt_tokens, request.num_output_tokens,
             request.num_output_tokens, request.max_tokens, request.params.n,
+            request.num_prompt_tokens - max(0, request.num_cached_tokens),
         )  # fmt: skip
         for histogram, value in zip(self._requests.values(), values, strict=True):
             histogram.add(value)

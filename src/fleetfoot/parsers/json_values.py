@@ -20,9 +20,10 @@ _SET = "}]"
 _ENDS = "<`"
 """Never part of JSON outside of strings: a mark of the format, or the end of a block of code."""
 _STRING_ENDS = ",:]})" + _ENDS
+_COMMENTS = {"//": "\n", "/*": "*/"}
 _SPECIAL = {'"': re.compile(r'["\\\x00-\x1f]'), "'": re.compile(r"""['"\\\x00-\x1f]""")}
 """What is not passed on as it is, by the quote of a string."""
-_BARE_END = re.compile(r"""[,\]}\)<`\n"']""")
+_BARE_END = re.compile(r"""[,\]}\)<`\n"']|(?<=\s/)[/*]""")
 _BARE_KEY_END = re.compile(r"""[:,\]}\)<`\n"']""")
 _PREFIX = re.compile(r"[rRbBuUfF]{1,2}")
 _ESCAPED = re.compile(r"u[0-9a-fA-F]{4}")
@@ -34,7 +35,7 @@ def read_json(reader: Reader, sink: Sink, *, drops: bool = True) -> Wait[bool]:
     """Read a value and pass it on as it comes. False: the text has ended within it (`completion`).
 
     Valid JSON is passed on as it is. Else control characters and quotes within strings are escaped, commas added or
-    dropped, and strings, words, tuples and sets of Python become JSON. Anything else is the string of its text.
+    dropped, comments left out, and strings, words, tuples and sets of Python become JSON. Anything else is a string.
 
     Args:
         drops: whether the reader forgets what was read. Without, the text can still become something else.
@@ -130,12 +131,30 @@ class _Value:
         return "key" if self._closers[-1] == "}}" else "item"
 
     def _next(self) -> Wait[str]:
-        """Hold white space back, and return the next character; "" at the end."""
-        start = self._reader.position
-        yield from self._reader.space()
-        space = self._reader.text[start : self._reader.position]
-        self._held += "".join(one if one in " \t\r\n" else " " for one in space)
-        return (yield from self._reader.peek())
+        """Hold white space back, and return the next character; "" at the end. Comments are dropped."""
+        reader, character = self._reader, "/"
+        while character == "/":
+            start = reader.position
+            yield from reader.space()
+            self._held += "".join(one if one in " \t\r\n" else " " for one in reader.text[start : reader.position])
+            character = yield from reader.peek()
+            end = (yield from self._comment()) if character == "/" else ""
+            if not end:
+                break
+            begin = reader.position + 2
+            while (place := reader.text.find(end, begin)) < 0:
+                begin = max(begin, len(reader.text) - 1)
+                if not (yield from reader.more()):
+                    break
+            reader.position = len(reader.text) if place < 0 else place + len(end.strip())
+        return character
+
+    def _comment(self) -> Wait[str]:
+        """What ends the comment of JavaScript that begins here; "": none does."""
+        reader = self._reader
+        if not (yield from self._has(2)):
+            return ""
+        return _COMMENTS.get(reader.text[reader.position : reader.position + 2], "")
 
     def _close(self) -> None:
         self._held = self._held.replace(",", "")
@@ -232,7 +251,7 @@ class _Value:
             reader.position = len(reader.text)
             if not (yield from reader.more()):
                 break
-        reader.position = match.start() if match else len(reader.text)
+        reader.position = match.start() - (match[0] in "/*") if match else len(reader.text)
         return reader.text[start : reader.position].strip()
 
     def string(self, quote: str, *, is_raw: bool = False) -> Wait[bool]:
@@ -293,8 +312,9 @@ class _Value:
             if quote in _SPECIAL:
                 reader.position += 1
                 return quote
+        is_comment = character == "/" and reader.position > start and (yield from self._comment())
         reader.position = start
-        return "end" if has_line or character in _STRING_ENDS else ""
+        return "end" if has_line or is_comment or character in _STRING_ENDS else ""
 
     def _escape(self, *, is_raw: bool) -> Wait[str]:
         """Read what follows a backslash. "": the text is cut."""

@@ -270,10 +270,10 @@ class SlabPool(BlockPool):
         self._rank = 0  # of the block that was reused last
 
     def set_worth(self, block: int, worth: int) -> None:
-        self._hit.discard(block)
         """A cached block without references is reused before others that are worth more, unless these have not been
         used for long (Cao and Irani 1997, "Cost-aware WWW proxy caching algorithms"). Blocks with equal worth, or
         without one, are reused in the order of their last use."""
+        self._hit.discard(block)
         self._worth[block] = worth
 
     def renew(self, block: int) -> None:

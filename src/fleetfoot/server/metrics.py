@@ -57,6 +57,7 @@ _HISTOGRAMS = {
     "request_max_num_generation_tokens": "Generated tokens of a request's sequence.",
     "request_params_max_tokens": "The limit of a request's tokens.",
     "request_params_n": "Sequences of a request.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens of a request that were computed: neither cached nor loaded.",
     "iteration_tokens_total": "Tokens of a step.",
     "nixl_xfer_time_seconds": "Reads of another engine's memory for a prompt.",
     "nixl_post_time_seconds": "Of these, until they were under way.",

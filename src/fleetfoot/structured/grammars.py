@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fleetfoot.parsers.grammar import Rules, quoted
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.schemas import find, simplified, subschemas
+from fleetfoot.structured.schemas import find, plain_regex, simplified, subschemas
 from fleetfoot.utils.validation import FieldError
 
 _MANY_CHOICES = 1000
@@ -133,7 +133,7 @@ def _regex_rule(regex: str) -> str:
     """A regular expression in which ``\\d`` is an ASCII digit, as it is in the patterns of schemas."""
     from llguidance import LLMatcher, regex_to_lark
 
-    return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(regex, 'd')}/"))
+    return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(plain_regex(regex), 'd')}/"))
 
 
 def _choice_rule(choices: list[str]) -> str:

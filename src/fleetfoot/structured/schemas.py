@@ -81,6 +81,8 @@ _SAME_PATTERNS = {
 """Patterns of Zod's durations and addresses and Pydantic's decimals, and the same without look-around."""
 _AHEAD = re.compile(r"\^\(\?=((?:[^()\\\[|]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)([^|]*)", re.DOTALL)
 """A pattern that begins with a look-ahead, and the rest of it."""
+_ESCAPE_OR_CLASS = re.compile(r"\\(.)|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]", re.DOTALL)
+_PART_OF_CLASS = re.compile(r"\\([<>])|\\.|\[:\^?\w+:\]|(\[|&&|--|~~)", re.DOTALL)
 
 _MAX_NUMBER = 10**18
 _MAX_CONSTANT = 2**63
@@ -247,6 +249,20 @@ def _inexact(value: Any) -> int | float | None:
     return None if is_exact else value
 
 
+def plain_regex(pattern: str) -> str:
+    """A regular expression that the compiler reads as Python and JavaScript do: in its own, ``\\<`` begins a word, and
+    classes have operators."""
+
+    def change(match: re.Match[str]) -> str:
+        if match[1]:
+            return match[1] if match[1] in "<>" else match[0]
+        return "[" + _PART_OF_CLASS.sub(
+            lambda part: part[1] or "".join(f"\\{one}" for one in part[2] or ()) or part[0], match[0][1:]
+        )
+
+    return _ESCAPE_OR_CLASS.sub(change, pattern)
+
+
 def _change_pattern(schema: dict[str, Any]) -> None:
     """Look-ahead at the beginning as patterns that are met, too."""
     pattern = schema.get("pattern")
@@ -255,7 +271,7 @@ def _change_pattern(schema: dict[str, Any]) -> None:
     while match := _AHEAD.fullmatch(pattern):
         _add(schema, {"pattern": f"^{match[1]}"})
         pattern = f"^{match[2]}"
-    schema["pattern"] = _SAME_PATTERNS.get(pattern, pattern)
+    schema["pattern"] = plain_regex(_SAME_PATTERNS.get(pattern, pattern))
 
 
 def _change_format(schema: dict[str, Any]) -> None:

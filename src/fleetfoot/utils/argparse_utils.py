@@ -68,6 +68,14 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             self.error(f"{config_file.FLAG} {path}: {unknown[0]} is no flag of {self.prog}{hint}")
         return [*words, *further]
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise argparse.ArgumentError(action, error.message + hint) from None
+
     def _spelled(self, flag: str) -> str:
         """A flag with the dashes and underscores with which it was added; other words unchanged."""
         if not flag.startswith("--") or flag in self._option_string_actions:

@@ -60,7 +60,8 @@ NAMES = {
     "attention.backends.abstract": _connector_names("records", "AttentionMetadata"),
     "beam_search": "engine.beam_search.BeamSearchOutput engine.beam_search.BeamSearchSequence",
     "config": "config.engine.CompilationConfig config.engine.CompilationMode config.engine.VllmConfig "
-              "config.kv_transfer.KVTransferConfig config.pooling.PoolerConfig config.profiler.ProfilerConfig "
+              "config.kv_events.KVEventsConfig config.kv_transfer.KVTransferConfig "
+              "config.pooling.PoolerConfig config.profiler.ProfilerConfig "
               "config.speculative.SpeculativeConfig config.vllm_names.AttentionConfig "
               "config.weight_transfer.WeightTransferConfig",
     f"{_KV}.base": _connector_names("base", "KVConnectorBase"),
@@ -135,10 +136,13 @@ _BY_ADVICE = {
     "docs/kv_connectors.md has the connectors, and how to write one": "distributed.kv_events distributed.kv_transfer",
     "fleetfoot serve is the HTTP server; AsyncLLM works in one of your own": "entrypoints",
     "LLM.get_tokenizer() returns the tokenizer": "transformers_utils tokenizers",
-    "settings are keywords of LLM": "envs",
+    "settings are keywords of LLM":
+        "envs config.CacheConfig config.LoadConfig config.ModelConfig config.ParallelConfig config.SchedulerConfig "
+        "config.StructuredOutputsConfig",
     "collective_rpc takes a function of the worker": "LLM.apply_model",
     "it belongs to vLLM's own code; docs/vllm_names.md lists what there is":
-        "attention compilation distributed executor forward_context usage v1 worker",
+        "attention compilation distributed engine.protocol exceptions executor forward_context plugins usage "
+        "utils.mem_constants utils.torch_utils v1 worker",
 }  # fmt: skip
 ADVICE = {name: advice for advice, names in _BY_ADVICE.items() for name in names.split()}
 """Module, name or attribute of vLLM's, without the package -> what to do instead; modules include those below them, and

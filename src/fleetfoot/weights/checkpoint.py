@@ -114,11 +114,13 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{path} is not a whole safetensors file{_likely_cause(path)}: {error}") from error
         # Older safetensors list names in no particular order, and only newer ones in that of the file.
-        for name in getattr(file, "offset_keys", file.keys)():
+        has_order, address = hasattr(file, "offset_keys"), lambda name: int(file.get_tensor(name).data_ptr())
+        names = list(file.offset_keys() if has_order else sorted(file.keys(), key=address))
+        for name in names:
             if name in self._files:
                 raise WeightError(f"tensor {name} is in {path} and in another file of the folder; keep one of them")
             self._files[name] = file
-        if (guard := _guard_safetensors(path, file)) is not None:
+        if (guard := _guard_safetensors(path, file, names)) is not None:
             self._guards.append(guard)
             self._stack.callback(guard.release)
 
@@ -130,20 +132,23 @@ class Checkpoint:
             self._guards.append(file)
 
 
-def _guard_safetensors(path: Path, file: Any) -> Guard | None:
-    """Guards the memory to which an open file is mapped; None: it has no values."""
-    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    ends = {each.data_ptr() + each.nbytes: name for name, each in tensors.items() if each.nbytes}
-    if not ends:
+def _guard_safetensors(path: Path, file: Any, names: list[str]) -> Guard | None:
+    """Guards the memory to which an open file is mapped; None: it has no values. ``names``: in the order of values."""
+    first, last = (
+        next((tensor for tensor in map(file.get_tensor, some) if tensor.nbytes), None)
+        for some in (names, reversed(names))
+    )
+    if first is None or last is None:
         return None
     with path.open("rb") as opened:
         header = 8 + int.from_bytes(opened.read(8), "little")
-    first = min(each.data_ptr() for each in tensors.values() if each.nbytes) - header
+    begin = first.data_ptr() - header
 
     def name_at(place: int) -> str:
-        return ends[min(end for end in ends if end > first + place)]
+        ends = ((tensor.data_ptr() + tensor.nbytes, name) for name in names if (tensor := file.get_tensor(name)).nbytes)
+        return min((end, name) for end, name in ends if end > begin + place)[1]
 
-    return Guard(path, first, max(ends) - first, name_at)
+    return Guard(path, begin, last.data_ptr() + last.nbytes - begin, name_at)
 
 
 def _likely_cause(path: Path) -> str:
