@@ -88,7 +88,9 @@ def write_gguf(
         writer.add_uint32(f"{architecture}.{name}", value)
     if (folder / "tokenizer.json").is_file():
         _write_tokenizer(writer, folder, config["vocab_size"])
-    names = {module: name for name, module in tensor_names(architecture, config["num_hidden_layers"])}
+    names: dict[str, str] = {}
+    for name, module in tensor_names(architecture, config["num_hidden_layers"]):
+        names.setdefault(module, name)  # of two names, the one that other tools write
     for full, weight in _tensors(folder).items():
         module, _, suffix = full.rpartition(".")
         if full.endswith(".sinks"):
