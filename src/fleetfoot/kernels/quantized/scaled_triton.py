@@ -77,13 +77,15 @@ def scaled_tiling(
     """
     has_blocks = columns < num_inputs
     inputs = min(128, columns & -columns) if has_blocks else 128
-    if num_rows == 1 and has_blocks:
-        # On an H100, us with blocks of 128: 5,120 outputs of 2,048 inputs 7.1 (16 outputs by the tensor cores: 12.8),
-        # 2,048 of 4,096 6.4 (13.6), 12,288 of 2,048 15.2, 1,024 of 2,048 3.5.
+    if num_rows == 1 and has_blocks and inputs >= 64:
+        # Smaller groups have more scales than loads in flight: with groups of 32, 6,144 outputs of 4,096 inputs took
+        # 42.6 us on an H100 where 8 rows by the tensor cores take 25.5. With blocks of 128: 5,120 outputs of 2,048
+        # inputs 7.1 (16 outputs by the tensor cores: 12.8), 2,048 of 4,096 6.4 (13.6), 12,288 of 2,048 15.2, 1,024 of
+        # 2,048 3.5.
         is_small = num_inputs > 2048 and cdiv(num_outputs, 16) <= 2 * num_sms
         return ScaledTiling("few", 8, inputs, 1, 3, 8 if is_small else 4)
     if num_rows <= FEW_ROWS:
-        row_tile, programs = 1 if num_rows == 1 else 8, cdiv(num_outputs, 32)
+        row_tile, programs = 1 if num_rows == 1 and not has_blocks else 8, cdiv(num_outputs, 32)
         if programs <= num_sms:
             return ScaledTiling("few", 32, inputs, row_tile, 8)
         if programs > 4 * num_sms:
