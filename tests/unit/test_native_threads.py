@@ -25,7 +25,7 @@ PATIENCE_S = 60.0
 
 
 class Policy(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("allowed", "pause", "next_try"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("allowed", "pause", "next_try", "lost_core"))
 
     def threads(self, wanted: int, now: int) -> int:
         return int(loading.open_library().ff_threads_for(ctypes.byref(self), *map(ctypes.c_int64, (wanted, now))))
@@ -37,14 +37,14 @@ class Policy(ctypes.Structure):
 
 @pytest.fixture
 def library() -> Iterator[ctypes.CDLL]:
-    """The library, with a pool that has not been held up."""
+    """The library, with a pool that stays as large as it is when its machine holds up threads."""
     library = loading.open_library()
     library.ff_threads_policy.restype = ctypes.POINTER(Policy)
     policy = library.ff_threads_policy().contents
-    policy.allowed = policy.pause = policy.next_try = 0
+    policy.allowed = -1
     yield library
     library.ff_threads_watch(None)
-    policy.allowed = policy.pause = policy.next_try = 0
+    policy.allowed = policy.pause = policy.next_try = policy.lost_core = 0
 
 
 def run(library: ctypes.CDLL, task: Callable[[int, int, int], None], count: int, grain: int, threads: int) -> None:
@@ -82,6 +82,16 @@ def test_a_pool_grows_by_one_thread_at_a_time() -> None:
         policy.waited(num_threads, now, now + 1, now + 3 * MS)
     grown = [policy.threads(8, now) for now in range(0, 400 * MS, 43 * MS)]
     assert grown == [5, 6, 7, 8, 8, 8, 8, 8, 8, 8]
+
+
+def test_a_core_that_others_took_between_chunks_makes_the_pool_smaller(library: ctypes.CDLL) -> None:
+    policy = Policy(lost_core=5 * MS)
+    assert policy.threads(4, 6 * MS) == 3
+    policy.lost_core = 7 * MS
+    assert [policy.threads(4, now * MS) for now in (8, 26, 27)] == [2, 2, 3]
+    library.ff_threads_policy().contents.allowed, library.ff_threads_policy().contents.lost_core = 0, 1
+    library.ff_threads_of_step(2)
+    assert library.ff_threads_policy().contents.allowed
 
 
 @pytest.mark.parametrize(
@@ -179,7 +189,6 @@ def test_bits_do_not_depend_on_threads(library: ctypes.CDLL, variant: str, dtype
             assert all(map(torch.equal, results(), expected))
             joined, released = threading.Event(), threading.Event()
             callers_chunks: list[int] = []
-            library.ff_threads_policy().contents.allowed = 0  # the machine may have held up a thread
             kept = WATCH(hold)
             library.ff_threads_watch(kept)
             assert all(map(torch.equal, results(), expected))

@@ -7,7 +7,8 @@
  * the thread that it waits for.
  *
  * Beside a busy process a thread may lose its core within a chunk. Such a wait is many times the work's own time; it makes
- * the pool smaller by one thread for a while (see `policy`).
+ * the pool smaller by one thread for a while (see `policy`). It is rare, since workers offer their core between chunks, many
+ * times within the time slice of another process, which takes it then: so a core that is shared is noticed at no cost.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -26,14 +27,26 @@
 #define LAST_PAUSE_NS 1000000000
 
 typedef struct {
-    int64_t allowed;  /* threads; 0: no limit */
-    int64_t pause;    /* the last one */
-    int64_t next_try; /* when one more thread is allowed */
+    int64_t allowed;   /* threads; 0: no limit; -1: none whatever happens, for tests */
+    int64_t pause;     /* the last one */
+    int64_t next_try;  /* when one more thread is allowed */
+    int64_t lost_core; /* when a worker got the core back that it had offered, if that took as long as a delay; else 0 */
 } policy;
+
+/* Makes the pool smaller than so many threads after a delay. */
+static void shrink(policy *p, int64_t num_threads, int64_t now) {
+    if (p->allowed < 0) return;
+    const int is_soon = p->allowed && now < p->next_try + 4 * p->pause;
+    p->pause = !is_soon ? FIRST_PAUSE_NS : 2 * p->pause < LAST_PAUSE_NS ? 2 * p->pause : LAST_PAUSE_NS;
+    p->allowed = num_threads > 2 ? num_threads - 1 : 1;
+    p->next_try = now + p->pause;
+}
 
 /* How many of the wanted threads a job has that starts now. */
 EXPORTED int64_t ff_threads_for(policy *p, int64_t wanted, int64_t now) {
-    if (!p->allowed || p->allowed >= wanted) return wanted;
+    const int64_t lost_core = __atomic_exchange_n(&p->lost_core, 0, __ATOMIC_RELAXED);
+    if (lost_core) shrink(p, p->allowed > 0 && p->allowed < wanted ? p->allowed : wanted, lost_core);
+    if (p->allowed <= 0 || p->allowed >= wanted) return wanted;
     if (now >= p->next_try) {
         p->allowed++;
         p->next_try = now + p->pause;
@@ -43,11 +56,7 @@ EXPORTED int64_t ff_threads_for(policy *p, int64_t wanted, int64_t now) {
 
 /* Takes in that a job of some threads, which began and ended at these times, waited for one of them since `idle`. */
 EXPORTED void ff_threads_waited(policy *p, int64_t num_threads, int64_t began, int64_t idle, int64_t ended) {
-    if (ended - idle < DELAY_NS || ended - idle < (idle - began) / 2) return;
-    const int is_soon = p->allowed && ended < p->next_try + 4 * p->pause;
-    p->pause = !is_soon ? FIRST_PAUSE_NS : 2 * p->pause < LAST_PAUSE_NS ? 2 * p->pause : LAST_PAUSE_NS;
-    p->allowed = num_threads > 2 ? num_threads - 1 : 1;
-    p->next_try = ended + p->pause;
+    if (ended - idle >= DELAY_NS && ended - idle >= (idle - began) / 2) shrink(p, num_threads, ended);
 }
 
 #if defined(__linux__)
@@ -65,7 +74,8 @@ EXPORTED void ff_threads_waited(policy *p, int64_t num_threads, int64_t began, i
 enum { MAX_THREADS = 512 };
 /* Looks of a worker and of the caller, a pause of some tens of cycles apart, before they read the clock. */
 enum { LOOKS = 200, CALLERS_LOOKS = 1000 };
-#define YIELDING_NS 50000 /* of a worker before it sleeps */
+#define YIELDING_NS 50000    /* of a worker before it sleeps */
+#define UNYIELDING_NS 100000 /* of a worker that has chunks: much less than the slice after which it would lose its core */
 
 typedef struct {
     _Alignas(64) uint32_t is_asleep;
@@ -127,10 +137,21 @@ static void work(int thread) {
         wake(&pool.unfinished);
 }
 
+/* Offers the core to others and returns the time. Another process that wants the core takes it here, for as long as the
+ * system lets it, while no chunk waits for this thread. */
+static int64_t yield_core(int64_t began) {
+    sched_yield();
+    const int64_t ended = now();
+    if (ended - began > DELAY_NS) __atomic_store_n(&pool.size.lost_core, ended, __ATOMIC_RELAXED);
+    return ended;
+}
+
 static int found_chunk(int thread) { return has_chunk(__atomic_load_n(&pool.chunks, __ATOMIC_SEQ_CST), thread); }
 
-static void wait_for_chunk(int thread) {
+static void wait_for_chunk(int thread, int64_t *yielded) {
     uint32_t *is_asleep = &pool.workers[thread].is_asleep;
+    int64_t time = now();
+    if (time - *yielded > UNYIELDING_NS) *yielded = yield_core(time);
     for (int look = 0; look < LOOKS; look++) {
         if (found_chunk(thread)) return;
         pause_core();
@@ -138,19 +159,19 @@ static void wait_for_chunk(int thread) {
     const int64_t began = now();
     if (__atomic_load_n(&pool.unfinished, __ATOMIC_RELAXED) && !__atomic_load_n(&pool.idle_since, __ATOMIC_RELAXED))
         __atomic_store_n(&pool.idle_since, began, __ATOMIC_RELAXED);
-    do {
-        sched_yield();
+    for (time = began; time - began < YIELDING_NS;) {
+        *yielded = time = yield_core(time);
         if (found_chunk(thread)) return;
-    } while (now() - began < YIELDING_NS);
+    }
     __atomic_store_n(is_asleep, 1, __ATOMIC_SEQ_CST);
     if (found_chunk(thread)) __atomic_store_n(is_asleep, 0, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(is_asleep, __ATOMIC_ACQUIRE)) sleep_while(is_asleep, 1);
 }
 
 static void *run_worker(void *number) {
-    for (;;) {
+    for (int64_t yielded = 0;;) {
         work((int)(intptr_t)number);
-        wait_for_chunk((int)(intptr_t)number);
+        wait_for_chunk((int)(intptr_t)number, &yielded);
     }
     return NULL;
 }
@@ -236,7 +257,7 @@ void ff_run(ff_task task, void *context, int64_t count, int64_t grain, int num_t
 
 /* How many of the wanted threads a step has that starts now, for operations that are not the pool's. */
 EXPORTED int ff_threads_of_step(int wanted) {
-    return pool.size.allowed ? (int)ff_threads_for(&pool.size, wanted, now()) : wanted;
+    return pool.size.allowed || pool.size.lost_core ? (int)ff_threads_for(&pool.size, wanted, now()) : wanted;
 }
 
 /* For tests: called by each thread of a job before each of its chunks; NULL: nothing is. */
