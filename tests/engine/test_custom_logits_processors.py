@@ -297,7 +297,7 @@ def test_what_is_refused(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> N
             llm.generate(PROMPTS[0], greedy(logits_processors=[fails]), use_tqdm=False)
         with pytest.raises(ValueError, match="extra_args can hold kv_transfer_params, got 'target'"):
             llm.generate(PROMPTS[0], greedy(extra_args={"target": 1}), use_tqdm=False)
-    with pytest.raises(ValueError, match="logits_processors must be None or a list of functions"):
+    with pytest.raises(ValueError, match="logits_processors must be a list of functions"):
         greedy(logits_processors="x")
     for kind, message in ((dict, "it must be a class derived from"), ("no.such:Class", "cannot be imported")):
         with pytest.raises(ValueError, match=f"logits_processors has .*{message}"):

@@ -112,7 +112,7 @@ def test_commands(tmp_path: Path, run: CommandRunner) -> None:
         (("score", embeds), "there are no pairs; give --query and --document"),
         (
             ("embed", embeds, "--prompt", "a", "--dimensions", "0"),
-            "dimensions must be None or an integer of at least 1",
+            "dimensions must be an integer of at least 1, or not set",
         ),
         (("embed", embeds, "--prompt", "a", "--dimensions", "49"), "dimensions is 49, and embeddings have 48 elements"),
         (("classify", embeds, "--prompt", "a"), "needs the task 'classify'; this model has embed"),

@@ -276,7 +276,7 @@ def test_a_folder_stands_in_for_the_models_own(tmp_path: Path) -> None:
         ("top_k", 2.5, "top_k must be an integer"),
         ("min_p", True, r"min_p must be a number in \[0, 1\]"),
         ("repetition_penalty", 0, "repetition_penalty must be"),
-        ("max_new_tokens", 0, "max_tokens must be None or an integer of at least 1"),
+        ("max_new_tokens", 0, "max_tokens must be an integer of at least 1, or not set"),
     ],
 )
 def test_values_out_of_range(field: str, value: Any, allowed: str, tmp_path: Path) -> None:

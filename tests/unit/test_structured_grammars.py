@@ -70,7 +70,7 @@ def grammars(tokenizer: Tokenizer) -> GrammarCompiler:
         ({"json": {}, "reasoning_end": ""}, "reasoning_end must be a string"),
         ({"jsn": {}}, "unknown keyword 'jsn'; did you mean 'json'"),
         ({"json": {}, "backend": "outlines"}, "unknown keyword 'backend'; .*llguidance"),
-        (5, "must be None, a StructuredOutputsParams or a dict, got 5"),
+        (5, "must be a StructuredOutputsParams, a dict, or not set, got 5"),
     ],
 )
 def test_bad_fields_are_named(fields: Any, message: str) -> None:

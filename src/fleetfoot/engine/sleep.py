@@ -107,7 +107,7 @@ class Suspension:
         """See `SleepCalls.wake_up`."""
         wanted = TAGS if tags is None else tags
         if isinstance(wanted, str) or any(tag not in TAGS for tag in wanted):
-            raise FieldError("tags", f"is {tags!r}; it can be None (all) or a list of {' and '.join(TAGS)}", tags)
+            raise FieldError("tags", f"is {tags!r}; it can be a list of {' and '.join(TAGS)}", tags)
         if not self._asleep:
             logger.warning("the engine is awake already")
             return

@@ -50,19 +50,23 @@ class PoolingParams:
         for name, least in (("truncate_prompt_tokens", -1), ("dimensions", 1), ("step_tag_id", 0)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise FieldError(name, f"must be None or an integer of at least {least}, got {value!r}", value)
+                raise FieldError(name, f"must be an integer of at least {least}, or not set, got {value!r}", value)
         if self.truncate_prompt_tokens == 0:
-            raise FieldError("truncate_prompt_tokens", "must be None, -1 or at least 1, got 0")
+            raise FieldError("truncate_prompt_tokens", "must be -1, at least 1, or not set, got 0")
         for name in ("use_activation", *ACTIVATION_NAMES):
             if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
-                raise FieldError(name, f"must be None, True or False, got {getattr(self, name)!r}", getattr(self, name))
+                raise FieldError(
+                    name, f"must be a boolean, or not set, got {getattr(self, name)!r}", getattr(self, name)
+                )
         self.use_activation = merge_activation(self)
         if not isinstance(self.prompt_name, str | None):
             raise FieldError(
-                "prompt_name", f"must be None or the name of a prompt, got {self.prompt_name!r}", self.prompt_name
+                "prompt_name", f"must be the name of a prompt, or not set, got {self.prompt_name!r}", self.prompt_name
             )
         if self.task is not None and self.task not in POOLING_TASKS:
-            raise FieldError("task", f"must be None or one of {', '.join(POOLING_TASKS)}, got {self.task!r}", self.task)
+            raise FieldError(
+                "task", f"must be one of {', '.join(POOLING_TASKS)}, or not set, got {self.task!r}", self.task
+            )
 
     def clone(self, **changes: Any) -> PoolingParams:
         """A validated copy."""

@@ -128,18 +128,18 @@ class SamplingParams:
             self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise FieldError(
-                    "allowed_token_ids", "must hold at least one token id, or be None (all tokens), got []", []
+                    "allowed_token_ids", "must hold at least one token id, or not be set (all tokens), got []", []
                 )
         if self.logit_bias is not None:
             self.logit_bias = _logit_bias(self.logit_bias)
         if self.extra_args is not None:
             if not isinstance(self.extra_args, dict):
-                raise FieldError("extra_args", f"must be None or a dict, got {self.extra_args!r}", self.extra_args)
+                raise FieldError("extra_args", f"must be a dict, or not set, got {self.extra_args!r}", self.extra_args)
             self.extra_args = copy.deepcopy(self.extra_args)
         if self.logits_processors is not None:
             given = self.logits_processors
             if not isinstance(given, list | tuple) or not all(callable(function) for function in given):
-                raise FieldError("logits_processors", f"must be None or a list of functions, got {given!r}", given)
+                raise FieldError("logits_processors", f"must be a list of functions, or not set, got {given!r}", given)
             self.logits_processors = list(given)
         if self.structured_outputs is not None:
             self.structured_outputs = as_structured_outputs(self.structured_outputs)
@@ -153,7 +153,7 @@ class SamplingParams:
                 "min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}", self.min_tokens
             )
         if self.stop and not self.detokenize:
-            problem = f"is {self.stop!r} and needs detokenize=True: stop strings are found in the text"
+            problem = f"is {self.stop!r} and needs detokenize: stop strings are found in the text"
             raise FieldError("stop", problem, self.stop)
         if self.temperature == 0 and self.n > 1:
             raise FieldError(
@@ -266,7 +266,7 @@ def _checked(name: str, value: Any, kind: type, low: float, high: float, allowed
 
 
 _INF = math.inf
-_NUM_LOGPROBS = "None, -1 (the whole vocabulary) or an integer of at least 0"
+_NUM_LOGPROBS = "-1 (the whole vocabulary), an integer of at least 0, or not set"
 _BOUNDS: tuple[tuple[Any, ...], ...] = (
     ("n", int, 1, 16384, "an integer in [1, 16384]"),
     ("presence_penalty", float, -2, 2, "a number in [-2, 2]"),
@@ -277,12 +277,12 @@ _BOUNDS: tuple[tuple[Any, ...], ...] = (
     ("top_p", float, math.ulp(0), 1, "a number in (0, 1]"),
     ("min_p", float, 0, 1, "a number in [0, 1]"),
     ("top_k", int, -1, _INF, "an integer of at least 1, or 0 or -1 (off)"),
-    ("seed", int, -(2**63), 2**64 - 1, "None or an integer in [-2**63, 2**64 - 1]", None),
-    ("max_tokens", int, 1, _INF, "None or an integer of at least 1", None),
+    ("seed", int, -(2**63), 2**64 - 1, "an integer in [-2**63, 2**64 - 1], or not set", None),
+    ("max_tokens", int, 1, _INF, "an integer of at least 1, or not set", None),
     ("min_tokens", int, 0, _INF, "an integer of at least 0"),
     ("logprobs", int, -1, _INF, _NUM_LOGPROBS, None),
     ("prompt_logprobs", int, -1, _INF, _NUM_LOGPROBS, None),
-    ("truncate_prompt_tokens", int, 1, _INF, "None, -1 (the model's length) or an integer of at least 1", None, -1),
+    ("truncate_prompt_tokens", int, 1, _INF, "-1 (the model's length), an integer of at least 1, or not set", None, -1),
 )
 """Arguments of `_checked`: field, kind, lowest, highest, what is allowed, and other values."""
 

@@ -145,7 +145,7 @@ def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
         value = {name: getattr(value, name) for name in StructuredOutputsParams.__slots__}
     elif not isinstance(value, dict):
         raise FieldError(
-            "structured_outputs", f"must be None, a StructuredOutputsParams or a dict, got {value!r:.200}", value
+            "structured_outputs", f"must be a StructuredOutputsParams, a dict, or not set, got {value!r:.200}", value
         )
     try:
         return StructuredOutputsParams(**value)

@@ -22,23 +22,27 @@ HARMLESS: Mapping[str, Any] = {
     "no_stop_trim": False, "repeat_penalty": 1, "return_full_text": False, "return_hidden_states": False,
     "separate_reasoning": True, "stream_reasoning": True, "tfs_z": 1, "timings_per_token": False, "top_a": 0,
     "typical_p": 1, "watermark": False, "xtc_probability": 0,
-    "enable_thinking": None, "max_new_tokens": None, "n_predict": None, "num_ctx": None, "num_predict": None,
-    "rid": None, "thinking": None,
+    "enable_thinking": None, "lora_request": None, "max_new_tokens": None, "n_predict": None, "num_ctx": None,
+    "num_predict": None, "prompt_embeds": None, "rid": None, "thinking": None,
 }  # fmt: skip
 """Unknown field -> the value besides null that changes nothing here, and that a body may have; ANY: all do not."""
 HINTS = {
     "do_sample": "temperature 0 is greedy",
     "enable_thinking": "chat_template_kwargs takes it",
     "extra_body": "its fields stand in the body itself",
+    "lora_request": "adapters are not supported",
     "max_new_tokens": "it is max_tokens",
     "n_predict": "it is max_tokens",
     "num_predict": "it is max_tokens",
     "num_ctx": "--max-model-len sets it",
     "num_return_sequences": "it is n",
+    "prompt_embeds": "a prompt is a text or token ids",
     "repeat_penalty": "it is repetition_penalty",
     "rid": "it is request_id",
     "thinking": "chat_template_kwargs takes it",
 }
+_SIMILARITY = 0.8
+"""A misspelling is at least so near to a field; names that share a word are not."""
 _MAX_LOGGED = 256
 """Names that are logged: they come from clients."""
 
@@ -71,7 +75,7 @@ def advice(name: str, kind: Any) -> str:
     """What to do about an unknown field of the body's type."""
     if hint := HINTS.get(name):
         return hint
-    near = difflib.get_close_matches(name[:100], _fields(kind), n=1)
+    near = difflib.get_close_matches(name[:100].lower(), _fields(kind), n=1, cutoff=_SIMILARITY)
     return f"did you mean {near[0]}?" if near else "leave it out, or start the server with --allow-unknown-fields"
 
 

@@ -42,11 +42,11 @@ def read_items(value: str | Sequence[Mapping[str, Any]], key: str) -> list[Item]
 
 
 def _read_item(place: str, item: Mapping[str, Any], key: str) -> Item:
-    kind = str(item.get("type") or ("message" if "role" in item else None))
-    reader = _READERS.get(kind)
+    kind: Any = item.get("type") or ("message" if "role" in item else None)
+    reader = _READERS.get(kind) if isinstance(kind, str) else None
     if reader is None:
         allowed = ", ".join([*_READERS, "item_reference"])
-        message = f"{place}.type is {kind:.100}, which is not supported; it can be {allowed}"
+        message = f"{place}.type is {shown(kind)}, which is not supported; it can be {allowed}"
         raise invalid(f"{place}.type", message, "unsupported_parameter")
     name = item.get("id") or f"{ID_PREFIXES[kind]}_{key}"
     return {"id": _string(f"{place}.id", name), "type": kind, **reader(place, item), "status": "completed"}
