@@ -15,6 +15,7 @@ from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.input_processor import TOO_LONG, InputProcessor
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.tokenizer import cutting
+from fleetfoot.tokenizer import tokenizer as tokenizer_module
 from fleetfoot.tokenizer.cutting import text_cutter
 from fleetfoot.tokenizer.tokenizer import Tokenizer as TextTokenizer
 from fleetfoot.utils.validation import FieldError
@@ -134,6 +135,7 @@ def test_the_tokens_that_are_kept_are_those_of_the_whole(form: str) -> None:
         last, first = cutter.last(text, most), cutter.first(text, most)
         assert ids(last)[-most:] == ids(text)[-most:]
         assert ids(first)[:most] == ids(text)[:most]
+        assert [token for part in cutter.parts(text) for token in ids(part)] == ids(text)
         num_cut += (len(last) < len(text)) + (len(first) < len(text))
 
     check()
@@ -150,6 +152,18 @@ def test_only_what_is_kept_is_tokenized() -> None:
         counted.clear()
         assert len(cut(text, 40)) == sum(counted) < 1000
         assert max(counted) < 100
+
+
+def test_long_texts_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, lengths, parts = "The little fox's den, 12 of them.\n\n" * 300, [], cutting.TextCutter.parts
+    tokenizers = [TextTokenizer(MADE[form]) for form in FORMS]
+    expected = [one.encode(text, add_special_tokens=adds) for one in tokenizers for adds in (True, False)]
+    monkeypatch.setattr(tokenizer_module, "_LONG_IN_PARTS", len(text))
+    monkeypatch.setattr(cutting.TextCutter, "parts", lambda *args: (lengths.append(len(x)) or x for x in parts(*args)))
+    assert [one.encode(text, add_special_tokens=adds) for one in tokenizers for adds in (True, False)] == expected
+    assert max(lengths) < 100
+    with pytest.raises(FieldError, match=f"at position {len(text)} "):
+        tokenizers[0].encode(text + "\ud800")
 
 
 def with_added(token: AddedToken) -> Tokenizer:

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import gc
+import os
+import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -117,7 +119,8 @@ def test_results_errors_and_the_context() -> None:
         raise ValueError("no")
 
     async def run() -> None:
-        pool = WorkPool(2, 10, trim=lambda: None)
+        pool = WorkPool(2, 10, nice=3, trim=lambda: None)
+        assert await pool.run("a", 1, os.nice, 0) == os.nice(0) + 3 * (sys.platform == "linux")
         name.set("r")
         assert await pool.run("a", 1, name.get) == "r"
         with pytest.raises(ValueError, match="no"):

@@ -63,6 +63,8 @@ _PART = 64
 """Outputs that are taken at a time."""
 _MAX_WAITING = 1024
 """Most pieces of work of clients that wait for a thread."""
+_NICE = 5
+"""A thread that shares its core with the event loop, or with the engine, has a quarter of it."""
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _RENDER_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "documents")
 """Keywords of `ChatTemplate.render`; others are variables."""
@@ -121,8 +123,8 @@ class Service:
         self.is_draining = False
         self._unknown_fields = UnknownFields(allow=settings.allow_unknown_fields)
         self._template_processes = asyncio.Semaphore(_MAX_TEMPLATE_PROCESSES)
-        self.native = WorkPool(max(2, min(4, num_cores())), _MAX_WAITING)
-        """Runs work that leaves the interpreter to other threads."""
+        self.native = WorkPool(max(2, min(4, num_cores())), _MAX_WAITING, nice=_NICE)
+        """Runs work that leaves the interpreter to other threads, and cores to the event loop."""
         self.python = WorkPool(1, _MAX_WAITING)
         """Runs other work: one thread, so that the event loop waits for no more than one."""
         self._submitting: Counter[str] = Counter()

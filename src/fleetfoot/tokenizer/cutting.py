@@ -73,12 +73,28 @@ class TextCutter:
         """A beginning of the text, the first ``most`` tokens of which are those of the text; or all of it."""
         num_tokens, begin, size = 0, 0, _piece_size(most)
         while begin < len(text) and num_tokens < most:
-            place = self.places.search(text, begin + size)
-            end = place.start() if place else len(text)
+            end = self._place(text, begin + size)
             _check_part(end - begin)
             num_tokens += self.count(self._part(text, begin, end))
             begin = end
         return text[:begin]
+
+    def parts(self, text: str) -> Iterator[str]:
+        """Parts of the text, the tokens of which one after another are those of the text."""
+        begin = 0
+        while begin < len(text):
+            end = self._place(text, begin + _MOST_PIECE)
+            yield self._part(text, begin, end)
+            begin = end
+
+    def _place(self, text: str, low: int) -> int:
+        """The first place from ``low`` on, or the end of the text. A search keeps the interpreter, so each is short."""
+        while low < len(text):
+            high = low + _MOST_PIECE
+            if place := self.places.search(text, low, high + 1):  # up to two characters follow a place
+                return place.start()
+            low = high
+        return len(text)
 
     def _part(self, text: str, begin: int, end: int) -> str:
         return text[begin + (begin > 0 and self.drops_space) : end]

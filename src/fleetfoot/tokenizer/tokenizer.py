@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _LONG = 4096
 """Characters, or tokens."""
+_LONG_IN_PARTS = 1 << 17
+"""Characters."""
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _INPUTS = ("text_target", "text_pair_target", "split_special_tokens", "is_split_into_words")
@@ -201,8 +204,29 @@ class Tokenizer:
     def encode(self, text: Any, text_pair: Any = None, add_special_tokens: bool = True, **options: Any) -> Any:
         """Token ids of a text, or of each of several. Raises TypeError, or ValueError: a text has no UTF-8 form."""
         if isinstance(text, str) and text_pair is None and not options:
-            return self._encode(text, None, add_special_tokens, has_offsets=False).ids
+            return self._ids(text, add_special_tokens)
         return self(text, text_pair, add_special_tokens=add_special_tokens, **options)["input_ids"]
+
+    def _ids(self, text: str, adds: bool) -> list[int]:
+        """Token ids of a text. The library keeps the interpreter while it makes and frees a result, so a long text is
+        encoded in parts where it can be cut."""
+        ends = self._special_ends if adds else ([], [])
+        if len(text) >= _LONG_IN_PARTS and (cutter := self._cutter) is not None and ends is not None:
+            ids = list(ends[0])
+            with contextlib.suppress(FieldError):  # which names a place in the part
+                for part in cutter.parts(text):
+                    ids += self._encode(part, None, adds=False, has_offsets=False).ids
+                return ids + ends[1]
+        return self._encode(text, None, adds, has_offsets=False).ids
+
+    @functools.cached_property
+    def _special_ends(self) -> tuple[list[int], list[int]] | None:
+        """The tokens that are added before and after a text; None: that is not all that the post-processor does."""
+        plain, whole = (self._encode("a", None, adds).ids for adds in (False, True))
+        for begin in range(len(whole) - len(plain) + 1):
+            if plain and whole[begin : begin + len(plain)] == plain:
+                return whole[:begin], whole[begin + len(plain) :]
+        return None
 
     def __call__(
         self,

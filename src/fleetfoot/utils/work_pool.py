@@ -7,6 +7,8 @@ import contextvars
 import ctypes
 import functools
 import heapq
+import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -43,6 +45,12 @@ class _Job:
     result: asyncio.Future[Any] = field(compare=False)
 
 
+def _be_nice(nice: int) -> None:
+    """Lower the priority of this thread, where it has one of its own."""
+    if nice and sys.platform == "linux":
+        os.nice(nice)
+
+
 def trim_memory() -> None:
     """Give freed memory back to the system, where the C library can."""
     if (trim := _malloc_trim()) is not None:
@@ -62,6 +70,7 @@ class WorkPool:
 
     Args:
         max_waiting: most work that waits.
+        nice: added to the nice value of the threads (Linux); not for work that keeps the interpreter.
         trim: called in a thread after work of at least `TRIM_COST`.
     """
 
@@ -70,12 +79,13 @@ class WorkPool:
         num_threads: int,
         max_waiting: int,
         *,
+        nice: int = 0,
         executor: Executor | None = None,
         trim: Callable[[], object] = trim_memory,
     ) -> None:
         self._num_threads = num_threads
         self._max_waiting = max_waiting
-        self._executor = executor or ThreadPoolExecutor(num_threads, "fleetfoot-work")
+        self._executor = executor or ThreadPoolExecutor(num_threads, "fleetfoot-work", _be_nice, (nice,))
         self._trim = trim
         self._waiting: tuple[list[_Job], list[_Job]] = ([], [])  # small and large
         self._running = [0, 0]

@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fleetfoot.server.http import JSON, invalid
+from fleetfoot.server.http import JSON, encoded, invalid
 from fleetfoot.server.openai.chat import template_options
 from fleetfoot.server.openai.prompts import read_messages
 from fleetfoot.server.openai.protocol import (
@@ -69,7 +69,8 @@ class ModelEndpoints:
 
         def respond() -> Response:
             texts = tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
-            return JSON(TokenizeResponse(len(token_ids), service.engine.facts.max_model_len, token_ids, texts))
+            ids, most = encoded(token_ids), service.engine.facts.max_model_len
+            return JSON(TokenizeResponse(len(token_ids), most, ids, None if texts is None else encoded(texts)))
 
         return await service.work(respond)
 
