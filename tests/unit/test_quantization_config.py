@@ -67,7 +67,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "gptq", "bits": 2, "group_size": 128}, "bits"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "checkpoint_format"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:(": {}}}, "dynamic.-:("),
-    (compressed(format="nvfp4-pack-quantized"), "config_groups.group_0.format"),
     (compressed(WEIGHTS | {"strategy": "attn_head"}), "config_groups.group_0.weights.strategy"),
     (compressed(WEIGHTS | {"actorder": "group"}), "config_groups.group_0.weights.actorder"),
     (compressed(WEIGHTS, TOKEN | {"symmetric": False}), "config_groups.group_0.input_activations.symmetric"),
@@ -83,6 +82,13 @@ def test_what_is_unknown_is_refused_by_name(content: dict[str, Any], field: str)
     with pytest.raises(ConfigError) as caught:
         methods(content)
     assert str(caught.value).startswith(f"config.json: quantization_config.{field} is ")
+
+
+@pytest.mark.parametrize("value", [[], 0, False, "", ["fp8"]])
+def test_a_quantization_config_is_a_mapping(value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_quantization({"quantization_config": value}, "config.json")
+    assert str(caught.value).startswith("config.json: quantization_config is ")
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-3, 600) | st.sampled_from(["re:(", "*", "int", "group"])

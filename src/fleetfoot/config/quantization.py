@@ -81,7 +81,7 @@ NOT_QUANTIZED = QuantizedWeights("")
 def read_quantization(content: Mapping[str, Any], source: str) -> QuantizedWeights:
     """``content``: of ``config.json``; ``source``: its path, for messages. Raises ConfigError: a format or a field is
     not supported, or a value is invalid."""
-    names = [name for name in ("quantization_config", "compression_config") if content.get(name)]
+    names = [name for name in ("quantization_config", "compression_config") if content.get(name) not in (None, {})]
     if not names:
         return NOT_QUANTIZED
     outer = Fields(content, {}, source)
