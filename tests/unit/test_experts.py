@@ -11,6 +11,7 @@ import torch
 from tests.helpers.interpreter import interpreted
 
 from fleetfoot.config.model import RouterSpec
+from fleetfoot.kernels.experts import experts as experts_module
 from fleetfoot.kernels.experts import experts_triton, routing_triton
 from fleetfoot.kernels.experts.experts import (
     ExpertPlacement,
@@ -242,6 +243,28 @@ def test_ranks_with_some_of_the_experts_add_up(case: str, rows: int, is_triton: 
         equal_nan=True,
     )
     assert not total[:2].any()
+
+
+@interpreted
+@pytest.mark.parametrize("is_triton", [False, True])
+def test_replicas_share_many_tokens_alone(is_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens read an expert's weights on one rank."""
+    layer = Layer("softmax of the chosen")
+    x = torch.randn(40, layer.sizes.hidden_size)
+    given = layer.route(x, route_triton if is_triton else route_torch)
+    make_local = local_routing_triton if is_triton else local_routing_torch
+    placements = [placement for _, placement in ranks_of(layer, [[0, 1, 2], [3, 4, 5, 0, 1, 2]], TorchExperts)]
+
+    def used() -> list[int]:
+        """Slots of all ranks that get tokens."""
+        return [
+            int(each.experts[each.experts >= 0].unique().numel())
+            for each in map(partial(make_local, given), placements)
+        ]
+
+    assert sum(used()) == layer.sizes.num_experts
+    monkeypatch.setattr(experts_module, "_MOST_UNDIVIDED", 32)
+    assert used() == [3, 6]
 
 
 def scaled(rows: int, columns: int, dtype: torch.dtype, block: tuple[int, int]) -> ScaledMatrix:

@@ -19,6 +19,8 @@ from fleetfoot.kernels.quantized.scaled import ScaledMatrix
 
 _MAX_GATHERED = 1 << 27
 """Weights that `TorchExperts` gathers at once on a GPU."""
+_MOST_UNDIVIDED = 512
+"""Tokens that the replicas of an expert do not share: reading its weights once more takes longer than multiplying."""
 _SMALLEST_SUM = 1e-20
 """Added to the sum of weights by which they are divided."""
 
@@ -100,8 +102,8 @@ class ExpertPlacement:
 def local_routing_torch(
     routing: Routing, placement: ExpertPlacement, num_counted: torch.Tensor | None = None
 ) -> Routing:
-    """The part of a routing that this rank computes, by slots. Tokens take turns at the replicas of an expert. Those of
-    padding have experts -1.
+    """The part of a routing that this rank computes, by slots. Tokens that are many take turns at an expert's replicas.
+    Those of padding have experts -1.
 
     ``num_counted``: ``[1]`` int32: tokens at the front that count as load; None: none.
     """
@@ -110,12 +112,18 @@ def local_routing_torch(
     if placement.load is not None and num_counted is not None:
         is_counted = ((rows < num_counted) & is_token).to(torch.int32)
         placement.load.index_add_(0, experts.flatten(), is_counted.flatten())
-    slots = placement.slots[experts, (rows + experts) % placement.num_replicas[experts]]
+    turns = rows // rows_in_turn(len(experts))
+    slots = placement.slots[experts, (turns + experts) % placement.num_replicas[experts]]
     slots = torch.where(is_token, slots, -1)
     slots, order = torch.where(slots >= 0, slots, placement.num_slots).sort(dim=1, stable=True)
     is_here = slots < placement.num_slots
     weights = torch.where(is_here, routing.weights.gather(1, order), 0.0)
     return Routing(torch.where(is_here, slots, -1), weights)
+
+
+def rows_in_turn(num_rows: int) -> int:
+    """Tokens in a row that have the same replica of an expert."""
+    return 1 if num_rows > _MOST_UNDIVIDED else max(1, num_rows)
 
 
 def router_logits(x: torch.Tensor, linear: RouterLinear) -> torch.Tensor:

@@ -25,6 +25,7 @@ from fleetfoot.kernels.experts.experts import (
     SharedExpert,
     local_routing_torch,
     route_torch,
+    rows_in_turn,
 )
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.dry_tensors import real_memory
@@ -230,7 +231,8 @@ def local_routing_triton(
         experts, weights, slots.experts, slots.weights, counts,
         routing.experts, routing.weights, placement.slots, placement.num_replicas,
         experts if load is None else load, experts if num_counted is None else num_counted,
-        num_rows, shape=shape, rows=rows, num_warps=8 if rows * (padded + shape.padded_experts) > 4096 else 4,
+        num_rows, rows_in_turn(num_rows),
+        shape=shape, rows=rows, num_warps=8 if rows * (padded + shape.padded_experts) > 4096 else 4,
         **launch_options(shape.overlap),
     )  # fmt: skip
     return Routing(experts, weights, slots if few else counts)
@@ -493,11 +495,11 @@ def _of_best_groups(ranked, shape: tl.constexpr):
     return tl.where(eligible, ranked, lowest)
 
 
-@triton_kernel(unspecialized=("num_rows",))
+@triton_kernel(unspecialized=("num_rows", "in_turn"))
 def _local_kernel(
     out_experts_ptr, out_weights_ptr, slot_experts_ptr, slot_weights_ptr, counts_ptr,
     experts_ptr, weights_ptr, slots_ptr, replicas_ptr, load_ptr, num_counted_ptr,
-    num_rows, shape: tl.constexpr, rows: tl.constexpr,
+    num_rows, in_turn, shape: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     """A rank's part of the routing of a tile of tokens."""
     launch_dependents(shape.overlap)
@@ -517,7 +519,7 @@ def _local_kernel(
         given = tl.load(experts_ptr + row * num_chosen + j, mask=is_row, other=-1)
         weight = tl.load(weights_ptr + row * num_chosen + j, mask=is_row, other=0.0)
         is_token = given >= 0
-        replica = (row + given) % tl.load(replicas_ptr + given, mask=is_token, other=1)
+        replica = (row // in_turn + given) % tl.load(replicas_ptr + given, mask=is_token, other=1)
         found = tl.load(slots_ptr + given * shape.most_replicas + replica, mask=is_token, other=-1)
         is_here = found[:, None] == slot[None, :]
         chosen += is_here.to(tl.int32)
