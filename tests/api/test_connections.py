@@ -119,7 +119,10 @@ def test_headers_that_are_too_large(headers: bytes, message: str) -> None:
 
 
 def test_requests_in_a_row() -> None:
-    one, last = b"Content-Length: 3\r\n\r\n{ }", b"Connection: close\r\nContent-Length: 4\r\n\r\n{  }"
+    one, last = (
+        b"Content-Encoding:identity \t\r\nContent-Length: 3\r\n\r\n{ }",
+        b"Connection: close\r\nContent-Length: 4\r\n\r\n{  }",
+    )
     answer = converse(sends((POST + one) * 3 + POST + last))
     assert [part[-1:] for part in answer.split(b"HTTP/1.1 200 OK")[1:]] == [b"3", b"3", b"3", b"4"]
     assert b"400 Bad Request" in converse(sends(b"nonsense\r\n\r\n"))

@@ -84,7 +84,7 @@ class LimitedHttp(HttpToolsProtocol):
             self._refuse(431, f"there are more than {MAX_HEADERS} headers")
             return
         self._num_headers += 1
-        super().on_header(name, value)
+        super().on_header(name, value.strip(b" \t"))  # the parser keeps white space at the end
         self._num_hosts += name.lower() == b"host"
         self._count(len(name) + len(value) + 4)  # and a colon, a space and the end of the line
 
