@@ -155,7 +155,8 @@ def test_a_profile_and_the_tails_of_one_load(server: OpenAI, monkeypatch: pytest
 
 def test_turns_of_a_conversation_have_what_was_said_before(server: OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--endpoint", "chat", "--turns", "3", "--num-prompts", "2", "--request-rate", "1000", "--save-detailed"
-    assert main(bench(server, *flags)) == 0
+    assert main(bench(server, *flags, "--model", "other")) == 0
+    assert {body["model"] for body in server.bodies} == {"other"}
     content = json.loads(capsys.readouterr().out)
     assert (content["completed"], content["output_lens"], content["backend"]) == (6, [5] * 6, "openai-chat")
     assert [len(gaps) for gaps in content["itls"]] == [4] * 6
@@ -238,9 +239,10 @@ def test_a_trace_has_times_lengths_and_shared_blocks(tmp_path: Path) -> None:
     prompts = [json.loads(one.turns[0].body)["prompt"] for one in (first, second)]
     assert [len(prompt) for prompt in prompts] == [600, 600] and first.turns[0].max_tokens == 9
     assert prompts[0][:512] == prompts[1][:512] and prompts[0][512:] != prompts[1][512:]
-    path.write_text('{"timestamp": 1}')
-    with pytest.raises(UsageError):
-        read_trace(str(path), SHAPE, {}, 1.0)
+    for odd in ({"timestamp": 1}, {**entry, "input_length": -1}, {**entry, "output_length": 0}):
+        path.write_text(json.dumps(odd))
+        with pytest.raises(UsageError):
+            read_trace(str(path), SHAPE, {}, 1.0)
 
 
 CHARTS = [

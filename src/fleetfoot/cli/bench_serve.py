@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fleetfoot.cli import command
-from fleetfoot.cli.arguments import add_engine_arguments, engine_config
+from fleetfoot.cli.arguments import add_engine_arguments, engine_config, given_settings
 from fleetfoot.cli.bench_client import Conversation, Finished, Load, Progress, Sample, Turn, gaps
 from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, distribution, ratio, run_load, tails_chart
 from fleetfoot.cli.drawing import Chart, Curve, check_plot_file, draw
@@ -115,6 +115,8 @@ def read_trace(file: str, shape: Shape, fields: dict[str, Any], speed: float) ->
         try:
             output_len = int(entry.get("output_length", shape.output_len.low))
             due = float(entry.get("timestamp", 0.0)) / 1e3 / speed
+            if min(output_len, int(entry.get("input_length", 1))) < 1:
+                raise ValueError("input_length and output_length must be at least 1")
             if given:
                 body = msgspec.json.encode(fields | given | {"max_tokens": output_len})
             else:
@@ -525,7 +527,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-url", metavar="URL", help="an OpenAI server that runs (default: one is started with the engine's flags)"
     )
     add("--endpoint", choices=("completions", "chat"), default="completions", help="(default: completions)")
-    add("--request-model", metavar="NAME", help="model of the requests (default: the first that the server lists)")
+    add("--request-model", metavar="NAME", help="model of the requests (default: MODEL, or the first of --base-url)")
     add("--header", action="append", default=[], metavar="NAME:VALUE", help="a header of requests; may be repeated")
     add("--target-key", metavar="KEY", help="API key of the target, or OPENAI_API_KEY")
     add("--extra-body", type=_json_object, default={}, metavar="JSON", help="further fields of each request")
@@ -590,7 +592,8 @@ def run(arguments: argparse.Namespace) -> int:
             server.wait_ready()
         url = (arguments.base_url or (server.url if server else "")).rstrip("/").removesuffix("/v1")
         headers = _headers(arguments)
-        model = arguments.request_model or _first_model(url, headers)
+        named = arguments.request_model or (arguments.base_url and given_settings(arguments).get("model"))
+        model = named or _first_model(url, headers)
         path = "/v1/chat/completions" if shape.is_chat else "/v1/completions"
         count = arguments.client_processes or max(1, min(4, num_cores() // 4))
         target = Target(url + path, headers, arguments.timeout, count)
@@ -801,7 +804,8 @@ def _first_model(url: str, headers: dict[str, str]) -> str:
         with urllib.request.urlopen(request, timeout=30) as response:
             return str(json.load(response)["data"][0]["id"])
     except urllib.error.HTTPError as error:
-        raise command.UsageError(f"{url}/v1/models answers {error.code}; give --request-model, or a key") from error
+        advice = "--target-key, or OPENAI_API_KEY" if error.code in (401, 403) else "--request-model"
+        raise command.UsageError(f"{url}/v1/models answers {error.code}; give {advice}") from error
     except OSError as error:
         raise command.UsageError(f"{url} cannot be reached: {error}") from error
     except (ValueError, LookupError, TypeError) as error:
