@@ -330,8 +330,9 @@ def test_settings_reach_the_server_and_tools_get_results(tab: Page) -> None:
     say(tab, "And now?")
     tab.until("document.getElementById('settings-problem').textContent.startsWith('Tools')")
     assert tab.run("window.sent.length") == 0
+    assert tab.run("document.getElementById('prompt').value") == "And now?"
     tab.run(
-        "window.fetch = window.real; "
+        "document.getElementById('prompt').value = ''; window.fetch = window.real; "
         "for (const name of ['tools', 'schema', 'system']) document.getElementById(name).value = ''"
     )
 

@@ -228,20 +228,27 @@ export class Chat {
   send() {
     const text = $("prompt").value.trim();
     if (!text || this.running) return;
+    const fields = this.fields();
+    if (!fields) return; // the text stays where it can be sent again
     $("prompt").value = "";
     if (!this.current.nodes.length) this.current.title = text.slice(0, 60);
     this.add({ role: "user", parent: this.current.leaf, content: text });
-    this.answer();
+    this.answer(fields);
   }
 
-  async answer() {
-    let fields;
+  fields() {
     $("settings-problem").textContent = "";
     try {
-      fields = this.settings();
+      return this.settings();
     } catch (error) {
       $("settings-problem").textContent = error.message;
       this.say(error.message);
+      return null;
+    }
+  }
+
+  async answer(fields = this.fields()) {
+    if (!fields) {
       this.show();
       return;
     }
