@@ -193,6 +193,10 @@ def test_failures_are_counted_with_their_reasons(server: OpenAI, capsys: pytest.
         ("--header", "nothing"),
         ("--base-url", "localhost:8000"),
         ("--trace", "absent.jsonl"),
+        ("--dtype", "float32"),
+        ("--num-prompts", "0"),
+        ("--num-warmup", "-1"),
+        ("--client-processes", "0"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(server: OpenAI, flags: tuple[str, ...]) -> None:

@@ -760,6 +760,15 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.base_url is not None and not re.match(r"https?://[^/]", arguments.base_url):
         raise command.UsageError(f"--base-url is {arguments.base_url!r}; it must begin with http:// or https://")
+    engine = sorted(given_settings(arguments).keys() - {"model"})
+    if arguments.base_url is not None and engine:
+        raise command.UsageError(
+            f"--{engine[0].replace('_', '-')} is for an engine that is started, and the server at --base-url runs; "
+            "leave one of them out"
+        )
+    for name, least in (("num_prompts", 1), ("num_warmup", 0), ("client_processes", 1)):
+        if (given := getattr(arguments, name)) is not None and given < least:
+            raise command.UsageError(f"--{name.replace('_', '-')} is {given}; it must be at least {least}")
     if arguments.turns > 1 and arguments.endpoint != "chat":
         raise command.UsageError("--turns needs --endpoint chat")
     if arguments.duration is not None and (
