@@ -279,6 +279,21 @@ def test_an_answer_is_stopped_with_escape(tab: Page) -> None:
 
 
 @needs_browser
+def test_a_turn_that_failed_is_not_sent_again(tab: Page) -> None:
+    tab.press("k", modifiers=2)
+    tab.run(
+        "window.sent = []; window.real = window.fetch; window.fetch = (url, options) => {"
+        "window.sent.push(JSON.parse(options.body)); return Promise.resolve(new Response('{}', { status: 401 })) };"
+    )
+    for text in ("First", "Second"):
+        say(tab, text)
+        tab.until(f"{DONE} && window.sent.length == {1 + (text == 'Second')}")
+    sent = tab.run("window.sent.map(body => body.messages)")
+    tab.run("window.fetch = window.real")
+    assert sent == [[{"role": "user", "content": text}] for text in ("First", "Second")]
+
+
+@needs_browser
 def test_settings_reach_the_server_and_tools_get_results(tab: Page) -> None:
     """The request that is sent, and a stream of reasoning and of tool calls, which the tests' model never makes."""
     events = [

@@ -217,6 +217,10 @@ export class Chat {
     const list = system ? [{ role: "system", content: system }] : [];
     for (const at of this.path()) {
       const node = this.current.nodes[at];
+      if (node.role === "assistant" && !node.content && !node.reasoning && !node.toolCalls?.length) {
+        if (list.at(-1)?.role === "user") list.pop(); // a turn that failed is as if nobody had asked
+        continue;
+      }
       const message = { role: node.role, content: node.content };
       if (node.toolCalls?.length) message.tool_calls = node.toolCalls.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
       if (node.toolCallId) message.tool_call_id = node.toolCallId;
