@@ -230,12 +230,9 @@ class TritonExperts(TorchExperts):
         """See `TorchExperts`."""
         if routing.grouping is None or x.dtype is not self.dtype or not self._is_supported:
             return super().__call__(x, routing)
-        x = x if x.stride(1) == 1 else x.contiguous()
-        if is_one(len(x), self._form("down")):
-            return self._of_one(x, routing, None)
         if isinstance(routing.grouping, Slots):
-            return self._of_few(x, routing, routing.grouping, None)
-        return self._of_groups(x, routing)
+            return self._of_slots(x, routing, routing.grouping, None)
+        return self._of_groups(x if x.stride(1) == 1 else x.contiguous(), routing)
 
     def can_join(self, num_rows: int, shared: SharedExpert) -> bool:
         """Where tokens are few, launches count: more tokens are multiplied faster by layers than in groups."""
@@ -265,10 +262,14 @@ class TritonExperts(TorchExperts):
         """See `TorchExperts`. At most `FEW_ROWS` tokens, where `can_join`."""
         if not isinstance(routing.grouping, Slots) or x.dtype is not self.dtype:
             return super().with_shared(x, routing, shared)
+        return self._of_slots(x, routing, routing.grouping, shared)
+
+    def _of_slots(self, x: torch.Tensor, routing: Routing, slots: Slots, shared: SharedExpert | None) -> torch.Tensor:
+        """The products of at most `FEW_ROWS` tokens."""
         x = x if x.stride(1) == 1 else x.contiguous()
         if is_one(len(x), self._form("down")):
             return self._of_one(x, routing, shared)
-        return self._of_few(x, routing, routing.grouping, shared)
+        return self._of_few(x, routing, slots, shared)
 
     @cached_property
     def _is_supported(self) -> bool:
@@ -302,25 +303,23 @@ class TritonExperts(TorchExperts):
             )  # fmt: skip
         return output
 
-    def _of_few(
-        self, x: torch.Tensor, routing: Routing, slots: Slots, shared_expert: SharedExpert | None
-    ) -> torch.Tensor:
+    def _of_few(self, x: torch.Tensor, routing: Routing, slots: Slots, shared: SharedExpert | None) -> torch.Tensor:
         (num_rows, num_chosen), (num_slots,) = routing.experts.shape, slots.experts.shape
-        rows, shared = padded_few_rows(num_rows), gpu_limits(x.device).shared_bytes
+        rows, shared_bytes = padded_few_rows(num_rows), gpu_limits(x.device).shared_bytes
         hidden, size = self.sizes.hidden_size, self.sizes.size
         between = x.new_empty(num_slots, num_rows, size)
         output = torch.empty_like(x, memory_format=torch.contiguous_format)
         gate_up, down = (
-            choose_few_tiling(num_rows, self._form(name), x.element_size(), shared, is_down=name == "down")
+            choose_few_tiling(num_rows, self._form(name), x.element_size(), shared_bytes, is_down=name == "down")
             for name in ("gate_up", "down")
         )
-        has_shared = shared_expert is not None
+        has_shared = shared is not None
         shape = self._shape(
             "gate_up", routing, gate_up.outputs, gate_up.inputs, gate_up.slices, rows, has_shared=has_shared
         )
         options = launch_options(shape.overlap)
         _few_gate_up_kernel[(cdiv(size, gate_up.outputs), num_slots)](
-            between, x, *self._tensors("gate_up"), *self._shared_tensors("gate_up", shared_expert),
+            between, x, *self._tensors("gate_up"), *self._shared_tensors("gate_up", shared),
             slots.experts, slots.weights, slots.count,
             num_rows, x.stride(0), shape=shape, num_stages=gate_up.num_stages, num_warps=gate_up.slices, **options,
         )  # fmt: skip
@@ -328,7 +327,7 @@ class TritonExperts(TorchExperts):
         parts = torch.empty(num_rows * num_chosen, hidden, dtype=torch.float32, device=x.device)
         _few_down_kernel[(cdiv(hidden, down.outputs), num_slots)](
             output, parts, arrivals(x.device), between, *self._tensors("down"),
-            *self._shared_tensors("down", shared_expert), slots.experts, slots.count,
+            *self._shared_tensors("down", shared), slots.experts, slots.count,
             routing.experts, routing.weights, num_rows, padded_chosen=next_power_of_2(num_chosen), shape=shape,
             num_stages=down.num_stages, num_warps=down.slices, **options,
         )  # fmt: skip
