@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
+from fleetfoot.engine.calls import EngineCalls
 from fleetfoot.engine.engine import LLMEngine, drain_deadline
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import Hold
 from fleetfoot.engine.input_processor import EngineRequest, is_long_text, needs_grammar
-from fleetfoot.engine.live_weights import ENGINE_METHODS, WeightCalls
 from fleetfoot.engine.output_processor import merge_outputs
 from fleetfoot.engine.pooling import AsyncPoolingCalls
-from fleetfoot.engine.sleep import SleepCalls, Suspension
+from fleetfoot.engine.sleep import Suspension
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
@@ -68,7 +68,7 @@ class _Command:
     """Gets an error if the engine ends before the command has run."""
 
 
-class AsyncLLM(AsyncPoolingCalls, SleepCalls, WeightCalls):
+class AsyncLLM(AsyncPoolingCalls, EngineCalls):
     """Runs many requests concurrently, each an async generator of partial outputs.
 
     Every generator ends with a finished output, or with the exception that ended its request or the engine. Use it as
@@ -187,15 +187,6 @@ class AsyncLLM(AsyncPoolingCalls, SleepCalls, WeightCalls):
             raise item
         return hold.result()
 
-    async def collective_rpc(
-        self, method: str | Callable[..., Any], timeout: float | None = None, args: Any = (), kwargs: Any = None
-    ) -> list[Any]:
-        """See `LLMEngine.collective_rpc`."""
-        if method in ENGINE_METHODS:
-            result = await getattr(self, str(method))(*args, **(kwargs or {}))
-            return [result] * self._engine.plan.config.world_size
-        return await self.run_held(lambda engine: engine.collective_rpc(method, timeout, args, kwargs), "keep")
-
     async def is_sleeping(self) -> bool:
         """See `LLMEngine.is_sleeping`."""
         return self._engine.is_sleeping()
@@ -206,7 +197,7 @@ class AsyncLLM(AsyncPoolingCalls, SleepCalls, WeightCalls):
 
     @property
     def suspension(self) -> Suspension:
-        """See `SleepCalls`."""
+        """See `EngineCalls`."""
         return self._engine.suspension
 
     def _held(self, function: Callable[[LLMEngine], Any], mode: str) -> Any:
@@ -237,13 +228,6 @@ class AsyncLLM(AsyncPoolingCalls, SleepCalls, WeightCalls):
     def stats(self) -> EngineStats:
         """Counters since the start, and the scheduler's state."""
         return self._engine.stats()
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """See `LLMEngine.reset_prefix_cache`."""
-        done: bool = await self.run_held(
-            lambda engine: engine.reset_prefix_cache(reset_running_requests, reset_connector), "keep"
-        )
-        return done
 
     async def check_integrity(self) -> None:
         """Raises RuntimeError if KV blocks, rows or queues are inconsistent; EngineDeadError as `generate`."""

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.beam_search import BeamSearchOutput, search
+from fleetfoot.engine.calls import EngineCalls
 from fleetfoot.engine.chat import ChatCalls, ToolUse
 from fleetfoot.engine.chat_messages import read_conversation, template_variables
 from fleetfoot.engine.engine import LLMEngine, drain_deadline
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import EngineRequest
-from fleetfoot.engine.live_weights import ENGINE_METHODS, WeightCalls
 from fleetfoot.engine.metrics import Metric
 from fleetfoot.engine.pooling import PoolingCalls, Progress
-from fleetfoot.engine.sleep import SleepCalls, Suspension
+from fleetfoot.engine.sleep import Suspension
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.engine.turns import Turns
 from fleetfoot.inputs import ChatMessage, PromptType
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 
-class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
+class LLM(ChatCalls, PoolingCalls, EngineCalls):
     """A model for offline inference. Use it as a context manager, or call `shutdown` to release its memory.
 
     Threads can share it: their calls run as one batch. A forked process cannot: its calls raise `EngineDeadError`.
@@ -245,14 +245,6 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
         """See `LLMEngine.model_config`."""
         return self.llm_engine.model_config
 
-    def collective_rpc(
-        self, method: str | Callable[..., Any], timeout: float | None = None, args: Any = (), kwargs: Any = None
-    ) -> list[Any]:
-        """See `LLMEngine.collective_rpc`."""
-        if method in ENGINE_METHODS:
-            return [getattr(self, str(method))(*args, **(kwargs or {}))] * self.config.world_size
-        return self.run_held(lambda engine: engine.collective_rpc(method, timeout, args, kwargs), "keep")
-
     def _held(self, function: Callable[[Any], Any], mode: str) -> Any:
         return self.run_held(function, mode)
 
@@ -278,12 +270,6 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
                     engine.cancel_hold(hold)
         return hold.result()
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """See `LLMEngine.reset_prefix_cache`."""
-        self._check_usable()
-        with self._turns.take():
-            return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
-
     def is_sleeping(self) -> bool:
         """See `LLMEngine.is_sleeping`."""
         return self.llm_engine.is_sleeping()
@@ -294,7 +280,7 @@ class LLM(ChatCalls, PoolingCalls, SleepCalls, WeightCalls):
 
     @property
     def suspension(self) -> Suspension:
-        """See `SleepCalls`."""
+        """See `EngineCalls`."""
         return self.llm_engine.suspension
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute

@@ -9,7 +9,10 @@ import pytest
 import zmq
 
 from fleetfoot.engine import process, wire
+from fleetfoot.engine.calls import CALLS, EngineCalls
+from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.input_processor import EngineRequest
+from fleetfoot.engine.remote_calls import RemoteCalls
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.utils.curve import frames_of
 
@@ -51,3 +54,12 @@ def test_a_batch_of_requests_leaves_time_for_steps(monkeypatch: pytest.MonkeyPat
         theirs.close(linger=0)
         for one in (lifeline, end, server._compiled, server._note_compiled):
             os.close(one)
+
+
+def test_the_table_of_calls_has_every_call() -> None:
+    methods = {name for name in vars(EngineCalls) if not name.startswith("_")} - {"suspension"}
+    held = {name for name, row in CALLS.items() if row.runs == "held"}
+    assert held == methods | {"bring_to"}  # which the group of engines sends
+    of_process = {"drain", "compile_grammar"}  # which wait
+    for name in CALLS.keys() - held - of_process:
+        assert hasattr(RemoteCalls, name) or hasattr(LLMEngine, name), name

@@ -268,8 +268,7 @@ class EngineClient:
         return SamplingParams(**self.facts.sampling_defaults)
 
     async def call(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
-        """The result, as plain data, of a method of the engine (``metrics``, and those of
-        `fleetfoot.engine.remote_calls`).
+        """The result, as plain data, of a call of `fleetfoot.engine.calls.CALLS`.
 
         Raises:
             ValueError, TypeError, RuntimeError: the method has raised it.
@@ -373,7 +372,7 @@ class EngineClient:
         if checked is None or checked.is_compiled:
             return
         with contextlib.suppress(RuntimeError):  # of an engine that is lost; another one may take the request
-            await self.call(wire.COMPILE_GRAMMAR, as_structured_outputs(getattr(params, "structured_outputs", None)))
+            await self.call("compile_grammar", as_structured_outputs(getattr(params, "structured_outputs", None)))
             checked.is_compiled = True
 
     def validate_grammar(self, grammar: str) -> str:

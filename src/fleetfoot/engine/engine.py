@@ -23,15 +23,16 @@ from fleetfoot.engine.building import (
     make_mask_memory,
     start_again,
 )
+from fleetfoot.engine.calls import EngineCalls
 from fleetfoot.engine.core import EngineCore, no_callback
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.hold import HoldCalls, HoldQueue
 from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor
-from fleetfoot.engine.live_weights import ENGINE_METHODS, LiveWeights, WeightCalls, update_settings
+from fleetfoot.engine.live_weights import LiveWeights, update_settings
 from fleetfoot.engine.metrics import Metric, engine_metrics
 from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.restart import NoRestarts, Rebuild, Restarts, release_frames
-from fleetfoot.engine.sleep import SleepCalls, Suspension
+from fleetfoot.engine.sleep import Suspension
 from fleetfoot.engine.stats import EngineStats, StatsCollector
 from fleetfoot.engine.step_trace import EngineProfiler
 from fleetfoot.engine.watch import Watch, plan_facts
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
+class LLMEngine(HoldCalls, EngineCalls):
     """Input processing, `EngineCore` and output processing in one thread.
 
     Each added request ends with an output that has ``finished`` set, or with the exception that ended the engine, which
@@ -339,7 +340,7 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
         return self.live.version
 
     def update_settings(self, settings: Mapping[str, Any]) -> None:
-        """See `WeightCalls.update_config`; in the function of a hold."""
+        """See `EngineCalls.update_config`; in the function of a hold."""
         update_settings(settings, self.live, self.plan, self.core, self.input_processor)
 
     def _held(self, function: Callable[[Any], Any], mode: str) -> Any:
@@ -379,28 +380,6 @@ class LLMEngine(HoldCalls, SleepCalls, WeightCalls):
         config, served = self.plan.config, self.input_processor
         names = {"model": config.model, "tokenizer": config.tokenizer or config.model, "dtype": self.plan.dtype}
         return SimpleNamespace(**names, max_model_len=served.max_model_len, vocab_size=served.vocab_size)
-
-    def collective_rpc(
-        self, method: str | Callable[..., Any], timeout: float | None = None, args: Any = (), kwargs: Any = None
-    ) -> list[Any]:
-        """Call a function of the worker, or its method of this name, on every rank between steps; running requests are
-        kept. ``timeout`` has no effect.
-
-        The engine's own methods for live weights can be called here too (``reload_weights``, ...), with their mode.
-
-        Returns the ranks' results in their order; raises what the first of them raises, and ValueError: workers have no
-        such method, or run in other processes, to which the call cannot be sent.
-        """
-        if method in ENGINE_METHODS:
-            return [getattr(self, str(method))(*args, **(kwargs or {}))] * self.plan.config.world_size
-        return self.run_held(lambda: self.core.executor.collective_rpc(method, tuple(args), dict(kwargs or {})), "keep")
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget cached prefixes; with ``reset_connector`` also KV that a KV connector has saved, and with
-        ``reset_running_requests`` that of running requests, which is computed again. Returns True, as in vLLM."""
-        scheduler = self.core.scheduler
-        scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests, reset_connector=reset_connector)
-        return True
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if KV blocks, rows or queues are inconsistent."""

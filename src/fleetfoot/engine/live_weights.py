@@ -1,4 +1,4 @@
-"""Live updates of weights and settings: what an engine does while its loop is held, and the calls of all faces."""
+"""Live updates of weights and settings: what an engine does while its loop is held."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class LiveWeights:
         return self._core.executor.collective_rpc("call_weights", (method, *args), kwargs)
 
     def reload(self, weights: Any, *, check_finite: bool | None, version: int | None) -> int:
-        """See `WeightCalls.reload_weights`."""
+        """See `EngineCalls.reload_weights`."""
         check_finite = self.config.check_finite if check_finite is None else check_finite
         if weights is None or isinstance(weights, str | os.PathLike):
             folder = self.path if weights is None else find_model(os.fspath(weights))
@@ -105,7 +105,7 @@ class LiveWeights:
         return self._apply((("stage_tensors", (part,), options) for part in parts), version)
 
     def patch(self, patches: Any, *, check_finite: bool | None, version: int | None) -> int:
-        """See `WeightCalls.apply_sparse_weight_patches`."""
+        """See `EngineCalls.apply_sparse_weight_patches`."""
         check_finite = self.config.check_finite if check_finite is None else check_finite
         if isinstance(patches, Mapping | str) or not isinstance(patches, Iterable):
             raise FieldTypeError("patches", f"is a {type(patches).__name__}; it must be a list of patches")
@@ -124,7 +124,7 @@ class LiveWeights:
         return self._apply([("stage_patches", (parsed,), {"check_finite": check_finite})], version, patches=parsed)
 
     def checksums(self, names: Iterable[str] | None) -> dict[str, str]:
-        """See `WeightCalls.weight_checksums`."""
+        """See `EngineCalls.weight_checksums`."""
         self._check_awake()
         chosen = None if names is None else list(names)
         from fleetfoot.weights.checksums import join_checksums
@@ -162,7 +162,7 @@ class LiveWeights:
     # --- from a trainer -----------------------------------------------------------------------------------------------
 
     def connect(self, init_info: Any) -> None:
-        """See `WeightCalls.init_weight_transfer_engine`."""
+        """See `EngineCalls.init_weight_transfer_engine`."""
         backend, plan = self.config.backend, self._plan
         if backend == "ipc":
             return
@@ -185,7 +185,7 @@ class LiveWeights:
         self._is_connected = True
 
     def receive(self, update_info: Any, *, check_finite: bool | None, version: int | None) -> int:
-        """See `WeightCalls.update_weights`."""
+        """See `EngineCalls.update_weights`."""
         from fleetfoot.weights.transfer import WeightTransferUpdateInfo, parse_info
 
         info = parse_info(WeightTransferUpdateInfo, "update_info", update_info)
@@ -388,7 +388,7 @@ _GROUPS = ("model_config", "load_config", "scheduler_config")
 def update_settings(
     settings: Mapping[str, Any], live: LiveWeights, plan: EnginePlan, core: EngineCore, processor: InputProcessor
 ) -> None:
-    """See `WeightCalls.update_config`."""
+    """See `EngineCalls.update_config`."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= value if name in _GROUPS and isinstance(value, Mapping) else {name: value}
@@ -419,155 +419,3 @@ def update_settings(
 
 
 # --- faces ------------------------------------------------------------------------------------------------------------
-
-
-class WeightCalls:
-    """Mixed into `LLM`, `LLMEngine` and `AsyncLLM`, which returns coroutines.
-
-    ``mode``: what unfinished requests do, see `HoldMode`: ``drain`` (they finish with the old weights), ``wait``,
-    ``keep`` or ``abort``. The prefix cache and KV connectors use no KV of earlier weights. Outputs have the
-    ``weight_version`` of their tokens.
-    """
-
-    def _held(self, function: Callable[[Any], Any], mode: str) -> Any:
-        """Call ``function(engine)`` while the loop of the `LLMEngine` is held."""
-        raise NotImplementedError
-
-    def reload_weights(
-        self,
-        weights: Any = None,
-        *,
-        mode: str = "drain",
-        check_finite: bool | None = None,
-        weight_version: int | None = None,
-        weights_path: Any = None,
-        weights_iterator: Any = None,
-        is_checkpoint_format: bool = True,
-    ) -> Any:
-        """Replace weights in place: memory, captured graphs and all settings stay.
-
-        Args:
-            weights: a folder or hub id, with all tensors of the model; or pairs of a checkpoint's name and its whole
-                tensor (an iterator, or a dictionary), of some tensors or of all; None: the engine's own ``model``. A
-                drafter's tensors have ``drafter.`` before their names.
-            check_finite: refuse values that are NaN or infinite in the dtype in which they are stored; None: as in
-                ``weight_transfer_config``.
-            weight_version: of the new weights, above the current one; None: the next number.
-            weights_path, weights_iterator, is_checkpoint_format: vLLM's names for ``weights``.
-
-        Returns:
-            The new version.
-
-        Raises:
-            WeightError: a name, shape, dtype or value does not fit; nothing has changed on any rank.
-            ValueError, TypeError: an argument is refused; nothing has changed.
-            EngineDeadError: writing has failed on a rank; the engine has ended.
-        """
-        given = [value for value in (weights, weights_path, weights_iterator) if value is not None]
-        if len(given) > 1 or not is_checkpoint_format:
-            raise ValueError("give weights once, in the form of the checkpoint (is_checkpoint_format=True)")
-        options = {"check_finite": check_finite, "version": weight_version}
-        return self._held(lambda engine: engine.live.reload(given[0] if given else None, **options), mode)
-
-    def apply_sparse_weight_patches(
-        self, patches: Any, *, mode: str = "drain", check_finite: bool | None = None, weight_version: int | None = None
-    ) -> Any:
-        """Set single elements of tensors, all or none.
-
-        Args:
-            patches: dictionaries with ``name`` of a tensor in the checkpoint, ``indices`` ``[n]`` into it as a flat
-                tensor, their new ``values`` ``[n]``, and the tensor's ``shape``, which may be left out; or
-                `SparseWeightPatch`.
-            check_finite, weight_version: as of `reload_weights`, which also lists what is returned and raised.
-        """
-        options = {"check_finite": check_finite, "version": weight_version}
-        return self._held(lambda engine: engine.live.patch(patches, **options), mode)
-
-    def update_config(self, overrides: Mapping[str, Any], *, mode: str = "keep") -> Any:
-        """Change settings that can change in a running engine: ``load_format`` and ``model``, which the next
-        `reload_weights` reads, ``max_num_batched_tokens``, up to that of the start, ``max_logprobs`` and
-        ``override_generation_config``. They may be in vLLM's groups: ``{"load_config": {"load_format": ...}}``.
-
-        Raises:
-            ValueError: another setting, or an invalid value; nothing has changed.
-        """
-        return self._held(lambda engine: engine.update_settings(overrides), mode)
-
-    def weight_checksums(self, names: Iterable[str] | None = None) -> Any:
-        """Name of a checkpoint's tensor -> 16 hex digits over its values, for ``names`` or all tensors. They depend on
-        neither ranks, dtype nor storage; `fleetfoot.weights.checksums.tensor_checksum` computes them elsewhere.
-
-        Raises:
-            WeightError: there is no tensor of such a name.
-            RuntimeError: ranks hold different values.
-        """
-        return self._held(lambda engine: engine.live.checksums(names), "keep")
-
-    def weights_identity(self) -> Any:
-        """32 hex digits over every byte of the weights in use. They are equal for copies of a checkpoint, wherever
-        these are, and for the same updates of it, however these came. The first call after a start may read all files;
-        after updates with tensors or patches, it reads these tensors.
-
-        Raises:
-            WeightError: a file has changed since it was loaded.
-            RuntimeError: the weights sleep, and were updated.
-        """
-        return self._held(lambda engine: engine.live.identity(), "keep")
-
-    def init_weight_transfer_engine(self, init_info: Any = None) -> Any:
-        """Connect the workers with a trainer, which calls `NCCLWeightTransferEngine.trainer_init` meanwhile (between
-        CPUs that of `GlooWeightTransferEngine`). Running requests are kept.
-
-        Args:
-            init_info: `WeightTransferInitInfo`: ``master_address`` and ``master_port`` of the trainer, ``rank_offset``,
-                ``world_size``; with the backend ``ipc`` nothing.
-        """
-        return self._held(lambda engine: engine.live.connect(init_info), "keep")
-
-    init_weight_transfer = init_weight_transfer_engine
-
-    def update_weights(
-        self,
-        update_info: Any,
-        *,
-        mode: str = "drain",
-        check_finite: bool | None = None,
-        weight_version: int | None = None,
-    ) -> Any:
-        """Take tensors from a trainer, which sends them meanwhile, or out of the memory of a process on the same GPU.
-
-        With ``check_finite``, and for sparse updates, all is received before anything is written. Otherwise a tensor is
-        written when it has come, and an error of the connection ends the engine.
-
-        Args:
-            update_info: `WeightTransferUpdateInfo`: ``names``, ``dtype_names`` and ``shapes``, or what
-                `ipc_update_info` returns.
-            mode, check_finite, weight_version: as of `reload_weights`, which also lists what is returned and raised.
-        """
-        options = {"check_finite": check_finite, "version": weight_version}
-        return self._held(lambda engine: engine.live.receive(update_info, **options), mode)
-
-    def start_weight_update(self, is_checkpoint_format: bool = True, *, mode: str = "drain") -> Any:
-        """Pause the engine for several calls of `update_weights`, which then make one version; vLLM's call."""
-        if not is_checkpoint_format:
-            raise FieldError("is_checkpoint_format", "is False; send tensors as in the checkpoint")
-
-        def start(engine: Any) -> None:
-            engine.live.start_update()
-            engine.pause()
-
-        return self._held(start, mode)
-
-    def finish_weight_update(self) -> Any:
-        """End `start_weight_update`, and go on. Returns the version."""
-
-        def finish(engine: Any) -> int:
-            version = engine.live.finish_update()
-            engine.resume()
-            return version
-
-        return self._held(finish, "keep")
-
-
-ENGINE_METHODS = (*(name for name in vars(WeightCalls) if not name.startswith("_")), "sleep", "wake_up")
-"""Methods that `collective_rpc` runs for the whole engine, rather than on each worker."""

@@ -19,10 +19,11 @@ import msgspec
 import zmq
 
 from fleetfoot.engine import wire
+from fleetfoot.engine.calls import CALLS
 from fleetfoot.engine.engine import LLMEngine, build_engine
 from fleetfoot.engine.input_processor import EngineRequest
-from fleetfoot.engine.output_router import EngineGauges, OutputRouter
-from fleetfoot.engine.remote_calls import ORDERED_METHODS, RemoteCalls, bring_to, state_of
+from fleetfoot.engine.output_router import OutputRouter
+from fleetfoot.engine.remote_calls import RemoteCalls, bring_to, state_of
 from fleetfoot.plan.forced_runner import begin_forcing
 from fleetfoot.plan.output_settings import output_settings
 from fleetfoot.records.structured_outputs import as_structured_outputs
@@ -30,6 +31,7 @@ from fleetfoot.utils.curve import KeyPair, frames_of, listen_with, message_of
 from fleetfoot.utils.logs import log_to_stderr
 from fleetfoot.utils.process import as_exception, error_text, tune_collections
 from fleetfoot.utils.progress import loading_bar
+from fleetfoot.utils.validation import FieldError
 
 logger = logging.getLogger(__name__)
 
@@ -223,10 +225,10 @@ class EngineServer:
             self._send(client, wire.Refused(message.number, wire.Failed.of(failed)))
 
     def _call(self, client: bytes, call: wire.Call) -> None:
-        if call.method == "metrics":
-            metrics = self._router.metrics(self._engine.core.scheduler.stats(), EngineGauges.of(self._engine))
-            self._send(client, wire.Reply(call.number, metrics))
-        elif call.method == wire.COMPILE_GRAMMAR:
+        if (row := CALLS.get(call.method)) is None:
+            unknown = FieldError("method", f"is {call.method!r}; the engine has no such call", call.method)
+            self._send(client, wire.Reply(call.number, error=wire.Failed.of(unknown)))
+        elif call.method == "compile_grammar":
             try:
                 structured = as_structured_outputs(*call.arguments)
                 assert structured is not None
@@ -234,7 +236,7 @@ class EngineServer:
             except (ValueError, TypeError) as error:
                 self._send(client, wire.Reply(call.number, error=wire.Failed.of(error)))
         else:
-            while call.method in ORDERED_METHODS and self._arrivals:  # it concerns requests that came before
+            while row.runs != "at once" and self._arrivals:  # it concerns requests that came before
                 self._add(*self._arrivals.pop())
             self._calls.run(call, lambda reply: self._send(client, reply))
 

@@ -7,26 +7,15 @@ from typing import Any
 
 import msgspec
 
+from fleetfoot.engine.calls import CALLS, prepared
 from fleetfoot.engine.engine import LLMEngine
-from fleetfoot.engine.hold import Hold
-from fleetfoot.engine.live_weights import ENGINE_METHODS, WeightCalls
-from fleetfoot.engine.sleep import SleepCalls
+from fleetfoot.engine.output_router import EngineGauges
 from fleetfoot.engine.wire import Call, EngineState, Failed, Reply
 from fleetfoot.records.weights import WeightError
 from fleetfoot.utils.validation import FieldError
 
 Send = Callable[[Reply], object]
 """Sends the reply to the client."""
-
-STATE_METHODS = ("stats", "check_integrity", "ping", "state", "abort_requests", "watch")
-"""Methods that return at once, also while the engine is paused."""
-HELD_METHODS = (
-    *(name for owner in (SleepCalls, WeightCalls) for name in vars(owner) if not name.startswith("_")),
-    *("reset_prefix_cache", "collective_rpc", "bring_to"),
-)
-"""Methods that run between steps, when no step is in flight; the reply is sent then."""
-ORDERED_METHODS = (*HELD_METHODS, "abort_requests", "drain")
-"""Methods that concern the requests that came before the call."""
 
 
 class RemoteCalls:
@@ -42,24 +31,34 @@ class RemoteCalls:
         self._drains: list[tuple[Call, Send]] = []
 
     def run(self, call: Call, send: Send) -> None:
-        """Run a call, and send its reply now or later. Exceptions of the method are sent."""
+        """Run a call of `CALLS`, and send its reply now or later. Exceptions of the method are sent."""
         if call.method == "drain":
             self._drains.append((call, send))
             return
-        if call.method in HELD_METHODS:
-            owner: Any = _HeldCall(self._engine, lambda hold: self._finish(call, hold.result, send))
-        elif call.method in STATE_METHODS:
-            owner = self if hasattr(self, call.method) else self._engine
-        else:
-            send(Reply(call.number, error=Failed("ValueError", f"there is no method {call.method!r}")))
-            return
         try:
+            if CALLS[call.method].runs == "held":
+                function, mode = self._held(call)
+                done: Callable[[Any], object] = lambda hold: self._finish(call, hold.result, send)  # noqa: E731
+                self._engine.hold(lambda: function(self._engine), mode, on_done=done)
+                return
+            owner: Any = self if hasattr(self, call.method) else self._engine
             value = getattr(owner, call.method)(*call.arguments, **call.keywords)
         except (ValueError, TypeError, RuntimeError) as error:
             send(Reply(call.number, error=Failed.of(error)))
         else:
-            if call.method not in HELD_METHODS:
-                self._finish(call, lambda: value, send)
+            self._finish(call, lambda: value, send)
+
+    def _held(self, call: Call) -> tuple[Callable[[Any], Any], str]:
+        """What the loop is held for, and the mode."""
+        if call.method == "bring_to":
+            wanted = msgspec.convert(call.arguments[0], EngineState)
+            return lambda engine: bring_to(engine, wanted), "drain"
+        if call.method == "collective_rpc":
+            name = call.keywords["method"] if "method" in call.keywords else call.arguments[0]
+            if not isinstance(name, str) or name.startswith("_"):
+                raise FieldError("method", f"is {name!r}; it must be the name of a method of the worker", name)
+        function, mode = prepared(self._engine.suspension, call.method, call.arguments, call.keywords)
+        return function, mode
 
     def _finish(self, call: Call, result: Callable[[], Any], send: Send) -> None:
         try:
@@ -67,7 +66,7 @@ class RemoteCalls:
         except Exception as error:
             send(Reply(call.number, error=Failed.of(error)))
             return
-        if call.method not in STATE_METHODS:
+        if CALLS[call.method].runs != "at once":
             self._announce()
         send(Reply(call.number, value))
 
@@ -86,6 +85,13 @@ class RemoteCalls:
     def _checked_stats(self) -> Any:
         self._engine.check_integrity()
         return self._engine.stats()
+
+    def metrics(self) -> dict[str, Any]:
+        """See `fleetfoot.engine.output_router.OutputRouter.metrics`."""
+        engine = self._engine
+        router: Any = engine.output_processor
+        found: dict[str, Any] = router.metrics(engine.core.scheduler.stats(), EngineGauges.of(engine))
+        return found
 
     def watch(self, viewer: str) -> dict[str, Any]:
         """What the engine has done since the viewer's last look; see `Watch.look`."""
@@ -159,32 +165,3 @@ def bring_to(engine: LLMEngine, state: EngineState) -> None:
         suspension.sleep(state.sleep_level if "weights" in state.asleep else 1)
     if awake := [tag for tag in suspension.asleep if tag not in state.asleep]:
         suspension.wake_up(awake)
-
-
-class _HeldCall(SleepCalls, WeightCalls):
-    """One call, queued as a `Hold`. ``on_done`` is called when it has run, or cannot."""
-
-    def __init__(self, engine: LLMEngine, on_done: Callable[[Hold], object]) -> None:
-        self._engine = engine
-        self._on_done = on_done
-        self.suspension = engine.suspension
-
-    def _held(self, function: Callable[[Any], Any], mode: str) -> Hold:
-        return self._engine.hold(lambda: function(self._engine), mode, on_done=self._on_done)
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> Hold:
-        """See `LLMEngine.reset_prefix_cache`."""
-        return self._held(lambda engine: engine.reset_prefix_cache(reset_running_requests, reset_connector), "keep")
-
-    def bring_to(self, state: Any) -> Hold:
-        """See the function `bring_to`."""
-        wanted = msgspec.convert(state, EngineState)
-        return self._held(lambda engine: bring_to(engine, wanted), "drain")
-
-    def collective_rpc(self, method: str, args: Any = (), kwargs: Any = None) -> Any:
-        """See `LLMEngine.collective_rpc`."""
-        if method in ENGINE_METHODS:
-            return getattr(self, method)(*args, **(kwargs or {}))
-        if not isinstance(method, str) or method.startswith("_"):
-            raise FieldError("method", f"is {method!r}; it must be the name of a method of the worker", method)
-        return self._held(lambda engine: engine.collective_rpc(method, None, tuple(args), kwargs), "keep")

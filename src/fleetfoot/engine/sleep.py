@@ -1,10 +1,9 @@
-"""Pausing generation, and sleep: an engine that gives the memory of its weights and KV back. Also profiles."""
+"""Pausing generation, and sleep: an engine that gives the memory of its weights and KV back."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.hold import HoldQueue
@@ -16,14 +15,6 @@ logger = logging.getLogger(__name__)
 
 TAGS = ("weights", "kv_cache")
 """What can be woken separately."""
-_MODES = {"abort": "abort", "wait": "drain", "keep": "keep"}
-"""vLLM's modes of a pause, and those of a `Hold`."""
-
-
-def _hold_mode(mode: str) -> str:
-    if mode not in _MODES:
-        raise FieldError("mode", f"is {mode!r}; it can be {', '.join(_MODES)}", mode)
-    return _MODES[mode]
 
 
 class Suspension:
@@ -66,14 +57,14 @@ class Suspension:
         return "generation is paused; call resume_generation() first" if self._is_paused else ""
 
     def pause(self, *, clear_cache: bool) -> None:
-        """See `SleepCalls.pause_generation`."""
+        """See `EngineCalls.pause_generation`."""
         if clear_cache and not self._asleep:
             self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
         self._is_paused = True
         self._update(self._asleep)
 
     def resume(self) -> None:
-        """See `SleepCalls.resume_generation`."""
+        """See `EngineCalls.resume_generation`."""
         self._is_paused = False
         self._update(self._asleep)
 
@@ -87,7 +78,7 @@ class Suspension:
             )
 
     def sleep(self, level: int) -> None:
-        """See `SleepCalls.sleep`."""
+        """See `EngineCalls.sleep`."""
         if self._asleep:
             logger.warning("the engine sleeps already")
             return
@@ -104,7 +95,7 @@ class Suspension:
             raise
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
-        """See `SleepCalls.wake_up`."""
+        """See `EngineCalls.wake_up`."""
         wanted = TAGS if tags is None else tags
         if isinstance(wanted, str) or any(tag not in TAGS for tag in wanted):
             raise FieldError("tags", f"is {tags!r}; it can be a list of {' and '.join(TAGS)}", tags)
@@ -130,81 +121,3 @@ class Suspension:
             self._holds.pause()
         else:
             self._holds.resume()
-
-
-class SleepCalls:
-    """Mixed into `LLM`, `LLMEngine` and `AsyncLLM`, which returns coroutines."""
-
-    suspension: Any
-    """The engine's `Suspension`."""
-
-    def _held(self, function: Callable[[Any], Any], mode: str) -> Any:
-        """Call ``function(engine)`` while the loop of the `LLMEngine` is held."""
-        raise NotImplementedError
-
-    def pause_generation(
-        self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
-    ) -> Any:
-        """Compute no requests until `resume_generation`. Requests that are added to an `AsyncLLM` or `LLMEngine` wait;
-        a new call of `LLM.generate` raises RuntimeError.
-
-        Args:
-            mode: of running requests: ``abort`` ends them with the tokens that they have; ``wait`` waits until they
-                have ended, and keeps new ones waiting; ``keep`` stops them, and they go on later.
-            wait_for_inflight_requests: vLLM's older name of ``mode="wait"``.
-            clear_cache: drop cached prefixes; KV of stopped requests is computed again.
-
-        Raises:
-            ValueError: the mode is unknown.
-        """
-        mode = _hold_mode("wait" if wait_for_inflight_requests else mode)
-        return self._held(lambda engine: engine.suspension.pause(clear_cache=clear_cache), mode)
-
-    def resume_generation(self) -> Any:
-        """Undo `pause_generation`; does nothing otherwise. An engine that sleeps stays asleep."""
-        return self._held(lambda engine: engine.suspension.resume(), "keep")
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> Any:
-        """Give the memory of weights and KV back, until `wake_up`. Requests are as in `pause_generation`.
-
-        Cached prefixes are forgotten. KV connectors first finish their transfers, and keep what they have saved.
-        Captured graphs stay valid.
-
-        Args:
-            level: 1 keeps the weights in host memory, pinned with a GPU; 2 drops them.
-            mode: of running requests, as of `pause_generation`.
-
-        Raises:
-            ValueError: the level or the mode is unknown, or the engine was started without ``enable_sleep_mode``.
-            MemoryError: the host has no memory for the weights; the engine is awake.
-        """
-        self.suspension.check_sleep(level)
-        return self._held(lambda engine: engine.suspension.sleep(level), _hold_mode(mode))
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> Any:
-        """Take the memory of ``tags`` again, a list of ``weights`` and ``kv_cache``; None: of both.
-
-        With both awake, requests go on. Weights that level 2 has dropped, and that no update has replaced since, are
-        then read again from where they came.
-
-        Raises:
-            ValueError: a tag is unknown.
-            torch.OutOfMemoryError: the GPU has no memory for it; the engine sleeps on, and can be woken later.
-            WeightError: dropped weights came from memory; give them to `reload_weights`, and call this again.
-        """
-        return self._held(lambda engine: engine.suspension.wake_up(tags), "keep")
-
-    def start_profile(self, profile_prefix: str | None = None) -> Any:
-        """Begin a trace: of the engine's steps, or of what each rank computes, as ``profiler_config`` says.
-        ``profile_prefix``: before the names of the files.
-
-        Raises:
-            ValueError: the engine was started without a ``profiler_config``.
-            RuntimeError: a trace has begun already.
-        """
-        return self._held(lambda engine: engine.profiler.start(profile_prefix), "keep")
-
-    def stop_profile(self) -> Any:
-        """Write the traces. Returns the file of each trace, Chrome's JSON, which https://ui.perfetto.dev opens. Raises
-        RuntimeError: `start_profile` was not called."""
-        return self._held(lambda engine: engine.profiler.stop(), "keep")

@@ -181,7 +181,7 @@ class EngineProfiler:
         self._next_look = 0.0
 
     def start(self, prefix: str | None) -> None:
-        """See `SleepCalls.start_profile`."""
+        """See `EngineCalls.start_profile`."""
         plan = self._engine.plan
         config = plan.config.profiler_config
         if config is None or config.profiler != "steps":
@@ -203,7 +203,7 @@ class EngineProfiler:
             self._take(self._running[0])
 
     def stop(self) -> list[str]:
-        """See `SleepCalls.stop_profile`."""
+        """See `EngineCalls.stop_profile`."""
         config = self._engine.plan.config.profiler_config
         if config is None or config.profiler != "steps":
             files: list[str] = self._engine.collective_rpc("stop_profile")

@@ -95,16 +95,12 @@ class Finish(_Message):
 
 
 class Call(_Message):
-    """Call a method of the engine, see `fleetfoot.engine.remote_calls`. The reply is `Reply`."""
+    """A call of `fleetfoot.engine.calls.CALLS`. The reply is `Reply`."""
 
     number: int
     method: str
     arguments: list[Any]
     keywords: dict[str, Any] = {}
-
-
-COMPILE_GRAMMAR = "compile_grammar"
-"""A `Call` of the engine's process: compile structured outputs, its argument."""
 
 
 class Stop(_Message):

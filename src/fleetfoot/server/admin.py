@@ -5,12 +5,15 @@ Options are in the query (``/sleep?level=1``) or in a JSON body. Responses have 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, TypeVar, cast, get_type_hints
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from fleetfoot.engine.calls import EngineCalls
 from fleetfoot.server.conversion import converted, decode_body
 from fleetfoot.server.http import JSON, ApiError, Handler, invalid, read_body
 from fleetfoot.server.openapi import Endpoint
@@ -24,19 +27,15 @@ class NoOptions(msgspec.Struct, forbid_unknown_fields=True):
 _O = TypeVar("_O", bound=NoOptions)
 
 
-class Sleep(NoOptions):
-    level: int = 1
-    mode: str = "abort"
-
-
-class WakeUp(NoOptions):
-    tags: list[str] | None = None
-
-
-class Pause(NoOptions):
-    mode: str = "abort"
-    wait_for_inflight_requests: bool = False
-    clear_cache: bool = True
+def options_of(call: Callable[..., Any], **others: Any) -> type[NoOptions]:
+    """The parameters of a method of `EngineCalls` as options of a route. ``others``: types of some, where the method
+    takes what no body can hold."""
+    hints, fields = get_type_hints(call) | others, list[Any]()
+    for name, parameter in list(signature(call).parameters.items())[1:]:
+        has_default = parameter.default is not parameter.empty
+        fields.append((name, hints[name], parameter.default) if has_default else (name, hints[name]))
+    title = call.__name__.title().replace("_", "")
+    return cast("type[NoOptions]", msgspec.defstruct(title, fields, bases=(NoOptions,), kw_only=True))
 
 
 class ResetPrefixCache(NoOptions):
@@ -50,17 +49,8 @@ class AbortRequests(NoOptions):
     request_ids: list[str]
 
 
-class InitWeightTransfer(NoOptions):
-    init_info: dict[str, Any] | None = None
-
-
-class StartWeightUpdate(NoOptions):
-    mode: str = "drain"
-    is_checkpoint_format: bool = True
-
-
 class UpdateWeights(NoOptions):
-    """One of the first three has the weights."""
+    """One of the first three has the weights, and names the call."""
 
     update_info: dict[str, Any] | None = None
     """From a trainer."""
@@ -72,32 +62,38 @@ class UpdateWeights(NoOptions):
     weight_version: int | None = None
 
 
-class UpdateConfig(NoOptions):
-    overrides: dict[str, Any]
-    mode: str = "keep"
-
-
-class WeightChecksums(NoOptions):
-    names: list[str] | None = None
-
-
-class StartProfile(NoOptions):
-    profile_prefix: str | None = None
-
-
-class CollectiveRpc(NoOptions):
-    method: str
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    timeout: float | None = None
-    """Has no effect."""
-
-
-_WEIGHT_METHODS = {
+_WEIGHT_CALLS = {
     "update_info": "update_weights",
     "weights_path": "reload_weights",
     "patches": "apply_sparse_weight_patches",
 }
+_CONNECT = options_of(EngineCalls.init_weight_transfer_engine, init_info=dict[str, Any] | None)
+_RPC = options_of(EngineCalls.collective_rpc, method=str, args=list[Any], kwargs=dict[str, Any] | None)
+_ROUTES: list[tuple[str, str, type[NoOptions], str, str]] = [
+    ("/sleep", "sleep", options_of(EngineCalls.sleep), "", "Give the memory of weights and KV back."),
+    ("/wake_up", "wake_up", options_of(EngineCalls.wake_up), "", "Take the memory again."),
+    ("/pause", "pause_generation", options_of(EngineCalls.pause_generation), "", "Compute no requests."),
+    ("/resume", "resume_generation", NoOptions, "", "Compute requests again."),
+    ("/reset_prefix_cache", "reset_prefix_cache", ResetPrefixCache, "", "Forget cached prefixes."),
+    ("/abort_requests", "abort_requests", AbortRequests, "request_ids", "End requests."),
+    ("/init_weight_transfer", "init_weight_transfer", _CONNECT, "", "Connect the workers with a trainer."),
+    ("/init_weight_transfer_engine", "init_weight_transfer", _CONNECT, "", "The same, by vLLM's name."),
+    (
+        *("/start_weight_update", "start_weight_update", options_of(EngineCalls.start_weight_update)),
+        *("", "Begin several updates of one version."),
+    ),
+    ("/update_weights", "update_weights", UpdateWeights, "", "Replace weights."),
+    ("/finish_weight_update", "finish_weight_update", NoOptions, "", "End several updates of one version."),
+    ("/update_config", "update_config", options_of(EngineCalls.update_config), "", "Change settings."),
+    (
+        *("/weight_checksums", "weight_checksums", options_of(EngineCalls.weight_checksums)),
+        *("checksums", "Checksums of tensors."),
+    ),
+    ("/start_profile", "start_profile", options_of(EngineCalls.start_profile), "", "Begin a trace of each rank."),
+    ("/stop_profile", "stop_profile", NoOptions, "files", "Write the traces."),
+    ("/collective_rpc", "collective_rpc", _RPC, "results", "Call a method of the workers."),
+]
+"""Path, the call of the engine, options, the field of the response that has its result, and what it does."""
 
 
 class AdminState(msgspec.Struct):
@@ -120,54 +116,25 @@ class AdminState(msgspec.Struct):
 def admin_endpoints(service: Service) -> list[Endpoint]:
     """The table of these endpoints."""
     routes = _Routes(service)
-    checksums = routes.calling("weight_checksums", WeightChecksums, "checksums")
-    connect = routes.calling("init_weight_transfer", InitWeightTransfer)
-    posts: list[tuple[str, type[NoOptions], Handler, str]] = [
-        ("/sleep", Sleep, routes.calling("sleep", Sleep), "Give the memory of weights and KV back."),
-        ("/wake_up", WakeUp, routes.calling("wake_up", WakeUp), "Take the memory again."),
-        ("/pause", Pause, routes.calling("pause_generation", Pause), "Compute no requests."),
-        ("/resume", NoOptions, routes.calling("resume_generation", NoOptions), "Compute requests again."),
-        ("/reset_prefix_cache", ResetPrefixCache, routes.reset_prefix_cache, "Forget cached prefixes."),
-        (
-            *("/abort_requests", AbortRequests),
-            *(routes.calling("abort_requests", AbortRequests, "request_ids"), "End requests."),
-        ),
-        ("/init_weight_transfer", InitWeightTransfer, connect, "Connect the workers with a trainer."),
-        ("/init_weight_transfer_engine", InitWeightTransfer, connect, "The same, by vLLM's name."),
-        (
-            *("/start_weight_update", StartWeightUpdate),
-            *(routes.calling("start_weight_update", StartWeightUpdate), "Begin several updates of one version."),
-        ),
-        ("/update_weights", UpdateWeights, routes.update_weights, "Replace weights."),
-        (
-            *("/finish_weight_update", NoOptions),
-            *(routes.calling("finish_weight_update", NoOptions), "End several updates of one version."),
-        ),
-        ("/update_config", UpdateConfig, routes.calling("update_config", UpdateConfig), "Change settings."),
-        ("/weight_checksums", WeightChecksums, checksums, "Checksums of tensors."),
-        ("/start_profile", StartProfile, routes.calling("start_profile", StartProfile), "Begin a trace of each rank."),
-        ("/stop_profile", NoOptions, routes.calling("stop_profile", NoOptions, "files"), "Write the traces."),
-        ("/collective_rpc", CollectiveRpc, routes.collective_rpc, "Call a method of the workers."),
-    ]
-    gets = [
-        ("/is_sleeping", routes.state, "Whether the engine sleeps."),
-        ("/is_paused", routes.state, "Whether the engine is paused."),
-        ("/weight_version", routes.state, "The version of the weights."),
-    ]
+    gets = {
+        "/is_sleeping": "Whether the engine sleeps.",
+        "/is_paused": "Whether the engine is paused.",
+        "/weight_version": "The version of the weights.",
+    }
     endpoints = [
         Endpoint(
-            *("POST", path, handler, summary),
-            request=kind,
+            *("POST", path, routes.calling(name, options, result), summary),
+            request=options,
             is_body_optional=True,
             response=AdminState,
             errors=(400, 409, 413, 415, 503),
             is_admin=True,
         )
-        for path, kind, handler, summary in posts
+        for path, name, options, result, summary in _ROUTES
     ]
     endpoints += [
-        Endpoint("GET", path, handler, summary, response=AdminState, errors=(503,), is_admin=True)
-        for path, handler, summary in gets
+        Endpoint("GET", path, routes.state, summary, response=AdminState, errors=(503,), is_admin=True)
+        for path, summary in gets.items()
     ]
     return endpoints
 
@@ -181,37 +148,29 @@ class _Routes:
     async def state(self, http: Request) -> Response:
         return await self._respond()
 
-    async def reset_prefix_cache(self, http: Request) -> Response:
-        options = await self._read(http, ResetPrefixCache)
-        resets_connector = options.reset_connector or options.reset_external
-        running = options.reset_running_requests
-        await self._run("reset_prefix_cache", reset_running_requests=running, reset_connector=resets_connector)
-        return await self._respond()
+    def calling(self, method: str, kind: type[NoOptions], result: str) -> Handler:
+        """A handler that calls the engine with the options. ``result``: the field of the response with what it returns;
+        empty: none."""
 
-    async def update_weights(self, http: Request) -> Response:
-        options = msgspec.structs.asdict(await self._read(http, UpdateWeights))
-        sources = {name: options.pop(name) for name in _WEIGHT_METHODS}
+        async def handle(http: Request) -> Response:
+            options = await self._read(http, kind)
+            given = msgspec.structs.asdict(options)
+            if isinstance(options, UpdateWeights):
+                value = await self._update_weights(given)
+            else:
+                if isinstance(options, ResetPrefixCache):
+                    given["reset_connector"] |= given.pop("reset_external")
+                value = await self._run(method, **given)
+            return await self._respond(**({result: value} if result else {}))
+
+        return handle
+
+    async def _update_weights(self, options: dict[str, Any]) -> Any:
+        sources = {name: options.pop(name) for name in _WEIGHT_CALLS}
         given = [name for name, value in sources.items() if value is not None]
         if len(given) != 1:
             raise invalid("update_info", f"give one of {', '.join(sources)}; {len(given)} were given")
-        await self._run(_WEIGHT_METHODS[given[0]], sources[given[0]], **options)
-        return await self._respond()
-
-    async def collective_rpc(self, http: Request) -> Response:
-        options = await self._read(http, CollectiveRpc)
-        call = {"method": options.method, "args": options.args, "kwargs": options.kwargs}
-        results = await self._run("collective_rpc", **call)
-        return await self._respond(results=results)
-
-    def calling(self, method: str, kind: type[NoOptions], result: str | None = None) -> Handler:
-        """A handler that calls a method of the engine with the options. ``result``: the field of the response that has
-        the method's result."""
-
-        async def handle(http: Request) -> Response:
-            value = await self._run(method, **msgspec.structs.asdict(await self._read(http, kind)))
-            return await self._respond(**({} if result is None else {result: value}))
-
-        return handle
+        return await self._run(_WEIGHT_CALLS[given[0]], sources[given[0]], **options)
 
     async def _run(self, name: str, /, *arguments: Any, **options: Any) -> Any:
         """Raises ApiError: 400 for invalid options, and 409 for what the engine cannot do in its present state."""
@@ -236,10 +195,16 @@ class _Routes:
         for field in msgspec.structs.fields(kind):
             values = http.query_params.getlist(field.name)
             if values:
-                given[field.name] = values if "list" in str(field.type) else values[-1]
+                given[field.name] = values if _takes_several(field.type) else values[-1]
         for name in http.query_params:
             given.setdefault(name, None)  # is refused by its name
         has_body = http.headers.get("content-length", "0") != "0" or "transfer-encoding" in http.headers
         if has_body and (body := await read_body(http, self._service.settings.max_body_bytes)):
             given |= decode_body(body, msgspec.json.Decoder(dict[str, Any]))
         return converted(given, kind, strict=False)
+
+
+def _takes_several(kind: Any) -> bool:
+    info = msgspec.inspect.type_info(kind)
+    kinds = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
+    return any(isinstance(one, msgspec.inspect.CollectionType) for one in kinds)

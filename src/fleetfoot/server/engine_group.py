@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
+from fleetfoot.engine.calls import CALLS
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.link import EngineLink
 from fleetfoot.engine.wire import (
-    COMPILE_GRAMMAR,
     Call,
     ClientMessage,
     Dead,
@@ -47,11 +47,6 @@ MAX_LOST = 3
 _FIRST_NUMBER = 1 << 40
 """The first number of the group's own prompts and calls. Clients count from 0."""
 _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-_UPDATES = ("reload_weights", "apply_sparse_weight_patches")
-_OF_ONE = "ping", "state", COMPILE_GRAMMAR
-"""Calls of one engine."""
-_STATELESS = *_OF_ONE, "metrics", "watch", "stats", "check_integrity", "abort_requests", "start_profile", "stop_profile"
-_TRAINER_CALLS = ("init_weight_transfer", "update_weights", "start_weight_update", "finish_weight_update")
 _JOIN_S = 1.0
 """Seconds from the first decode engine on, in which others are waited for."""
 _RETRY_S = 5.0
@@ -612,22 +607,23 @@ class GroupLink:
         first error."""
         engines = [engine for engine in self._engines if engine.link is not None]
         call = _unwrapped(call)
-        if call.method in _UPDATES:
+        row = CALLS[call.method]
+        if row.is_update:
             call = self._with_version(call)
             if call.method != "reload_weights":  # patches are of the newest weights
                 engines = [engine for engine in engines if not engine.refusal]
-        if call.method in ("metrics", "watch"):
+        if row.group == "each":
             engines = [engine for engine in engines if not engine.is_stuck]
-        if call.method in _OF_ONE:
+        if row.group == "one":
             engines = [engine for engine in engines if engine.is_usable][:1]
         try:
-            if call.method in _TRAINER_CALLS:
+            if row.group == "none":
                 raise ValueError(f"{call.method} is not supported through a proxy; call each engine")
             replies = await asyncio.gather(*(self._ask(engine, call) for engine in engines))
             if not replies:
                 raise RuntimeError(self.no_engine)
             value = replies[0]
-            if call.method in ("metrics", "watch"):
+            if row.group == "each":
                 names = [engine.name for engine in engines]
                 value = [{**reply, "engine": name} for name, reply in zip(names, replies, strict=True)]
             if call.method == "metrics":
@@ -636,13 +632,13 @@ class GroupLink:
                     "proxy_engines_unavailable": sum(not engine.is_usable for engine in self._engines),
                 }
                 value.append({"engine": "proxy", "counters": self.counts, "gauges": gauges})
-            elif call.method in ("abort_requests", "stop_profile"):
+            elif row.group == "joined":
                 value = list(dict.fromkeys(name for names in replies for name in names))
             self._incoming.put_nowait(Reply(call.number, value))
         except (ValueError, TypeError, RuntimeError) as error:
             self._incoming.put_nowait(Reply(call.number, error=Failed.of(error)))
         for engine in self._engines:
-            if engine.link is not None and engine not in engines and call.method not in _STATELESS:  # it came meanwhile
+            if engine.link is not None and engine not in engines and row.changes:  # it came meanwhile
                 engine.follows = self._differs(engine)
                 self._compare_weights()
                 if engine.refusal:
@@ -686,7 +682,8 @@ def _unwrapped(call: Call) -> Call:
     given = (
         {**dict(zip(names, call.arguments, strict=False)), **call.keywords} if call.method == "collective_rpc" else {}
     )
-    if given.get("method") not in (*_UPDATES, *_TRAINER_CALLS):
+    row = CALLS.get(given.get("method", ""))
+    if row is None or not (row.is_update or row.group == "none"):
         return call
     return Call(call.number, given["method"], list(given.get("args") or ()), dict(given.get("kwargs") or {}))
 

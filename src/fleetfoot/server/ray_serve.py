@@ -260,4 +260,5 @@ def build_app(arguments: dict[str, Any]) -> Any:
 
     settings = ReplicaSettings(**arguments)
     options = {"name": "fleetfoot", **FleetfootServer.get_deployment_options(settings)}
-    return serve.deployment(serve.ingress()(FleetfootServer), **options).bind(llm_config=settings)
+    deployment: Any = serve.deployment(serve.ingress()(FleetfootServer), **options)
+    return deployment.bind(llm_config=settings)
