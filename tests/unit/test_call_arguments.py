@@ -66,8 +66,16 @@ MENDED = [
     ('{"a": 1, // x, "y"\n /* "z": */ "b": [2 /* 3, */, /**/ 4] // "c"\n}', {"a": 1, "b": [2, 4]}),
     ('{"a": "x" // y\n, "b": "z" /* } */}', {"a": "x", "b": "z"}),
     ('{"a": http://x/y, "b": "//" / "/*"}', {"a": "http://x/y", "b": '//" / "/*'}),
+    ('{"a": `x, "y"`, `b`: [<b>, 1 < 2, ls `pwd`]}', {"a": 'x, "y"', "b": ["<b>", "1 < 2", "ls `pwd`"]}),
+    ('{"a": <b>x</b>, "b": a<b}', {"a": "<b>x</b>", "b": "a<b"}),
+    ('{"a": date(2020, 1, 1), "b": [f(x=[1, 2], y={"z": "()"})]}',
+     {"a": "date(2020, 1, 1)", "b": ['f(x=[1, 2], y={"z": "()"})']}),
+    ('{"a": new Date("x").y(), "b": x => {1}}', {"a": 'new Date("x").y()', "b": "x => {1}"}),
+    ('{"a": Rome (Italy, "b": 1}', {"a": "Rome (Italy", "b": 1}),
+    ('{"a": Rome, Italy, "b": 1,234}', {"a": "Rome, Italy", "b": "1,234"}),
+    ('{"a": 1, "b": "x" * 3}', {"a": 1, "b": 'x" * 3'}),
     ("{}", {}),
-]
+]  # fmt: skip
 MENDED_PYTHON = [
     ("command='cat << E\nx\nE'", {"command": "cat << E\nx\nE"}),
     ("command=\"a\n'b'\n\", a=1", {"command": "a\n'b'\n", "a": 1}),
@@ -89,6 +97,10 @@ NO_VALUES = [
     "command='it's'",
     "command='a', a=x",
     "a=f(1)",
+    "a=`x`",
+    "a=<b>",
+    "a=date(2020, 1, 1)",
+    "'ls', 1, [], 4",
     "a=1, a=2",
     "'ls', command='x'",
     "a=[1, 2",
@@ -188,6 +200,9 @@ XML = "<tool_call>\n<function=run>\n<parameter=command>\nls\n</parameter>\n<para
 PIECES = st.sampled_from(
     [
         *"{}[]()\"':,\\+-.<`#%",
+        "<b>",
+        "</",
+        "```",
         "//",
         " /*",
         "*/",

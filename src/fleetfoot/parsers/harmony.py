@@ -89,7 +89,7 @@ class HarmonyParser(GeneratorParser):
         self._recipient = ""
         """The function that the next part calls."""
         self._markers = markers_of(frozenset((*_MARKERS, *hidden)))
-        super().__init__(Reader(), Writer(max_calls), self._message())
+        super().__init__(Reader((*_MARKERS, *hidden)), Writer(max_calls), self._message())
 
     def _message(self) -> Wait[None]:
         reader, writer = self._reader, self._writer

@@ -17,14 +17,21 @@ _MAX_SCALAR = 300
 _CLOSERS = {"{": "}}", "[": "]]", "(": ")]"}
 _SET = "}]"
 """What ends a value, and what is written then."""
+_MAX_HELD = 1000
+"""Characters that wait for what decides where a value ends."""
 _ENDS = "<`"
-"""Never part of JSON outside of strings: a mark of the format, or the end of a block of code."""
-_STRING_ENDS = ",:]})" + _ENDS
+"""Begin a mark of the format, or the end of a block of code."""
+_STRING_ENDS = ",:]})"
+_TRAILING = " \t\r\n]})"
 _COMMENTS = {"//": "\n", "/*": "*/"}
-_SPECIAL = {'"': re.compile(r'["\\\x00-\x1f]'), "'": re.compile(r"""['"\\\x00-\x1f]""")}
+_SPECIAL = {
+    '"': re.compile(r'["\\\x00-\x1f]'),
+    "'": re.compile(r"""['"\\\x00-\x1f]"""),
+    "`": re.compile(r'[`"\\\x00-\x1f]'),
+}
 """What is not passed on as it is, by the quote of a string."""
-_BARE_END = re.compile(r"""[,\]}\)<`\n"']|(?<=\s/)[/*]""")
-_BARE_KEY_END = re.compile(r"""[:,\]}\)<`\n"']""")
+_BARE_END = re.compile(r"""[,\[\]{}()<`\n"']|(?<=\s/)[/*]""")
+_BARE_KEY_END = re.compile(r"""[:,\[\]{}()<`\n"']""")
 _PREFIX = re.compile(r"[rRbBuUfF]{1,2}")
 _ESCAPED = re.compile(r"u[0-9a-fA-F]{4}")
 _HIGH, _LOW = re.compile(r"u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
@@ -72,14 +79,14 @@ class _Value:
         self._held = ""
         """White space, and perhaps a comma, that precede what is written next."""
         self._closers: list[str] = []
-        self._is_open = False
-        """Whether a brace was read and not written, since what it begins may be a set."""
+        self._open = ""
+        """A brace that was read and not written, since what it begins may be a set, and what precedes it."""
         self._is_doubled = False
         """Whether the braces are those of a template: ``{{"a": 1}}``."""
 
     def _write(self, text: str) -> None:
-        self._sink("{" * self._is_open + self._held + text)
-        self._is_open, self._held = False, ""
+        self._sink(self._open + self._held + text)
+        self._open = self._held = ""
 
     def _drop(self) -> None:
         if self._drops:
@@ -93,7 +100,8 @@ class _Value:
             self._drop()
             if not character:
                 return False
-            if character in _ENDS or (character in "]})" and not self._closers):
+            is_mark = character in _ENDS and (yield from self._reader.at_mark())
+            if is_mark or (character in "]})" and not self._closers):
                 if expects == "value":
                     self._write("null")
                 while self._closers:
@@ -171,11 +179,11 @@ class _Value:
         """Read a key and its colon, or a member of a set. "" at the end of the text."""
         reader, pieces = self._reader, list[str]()
         character = yield from reader.peek()
-        can_be_set = self._is_open and len(self._closers) > 1
+        can_be_set = self._open and len(self._closers) > 1
         if character in "{[(" and can_be_set:
             self._begin_set()
             return (yield from self._any(character))
-        if character == "{" and self._is_open:
+        if character == "{" and self._open:
             reader.position += 1
             self._is_doubled = True
             return "key"
@@ -206,7 +214,7 @@ class _Value:
         return "more"
 
     def _begin_set(self) -> None:
-        self._is_open, self._closers[-1] = False, _SET
+        self._open, self._closers[-1] = self._open[:-1], _SET
         self._write("[")
 
     def _any(self, character: str) -> Wait[str]:
@@ -215,8 +223,7 @@ class _Value:
         if character in _CLOSERS and len(self._closers) < MAX_DEPTH:
             reader.position += 1
             if character == "{":
-                self._write("")
-                self._is_open = True
+                self._open, self._held = self._held + "{", ""
             else:
                 self._write("[")
             self._closers.append(_CLOSERS[character])
@@ -243,22 +250,76 @@ class _Value:
         return "more"
 
     def _bare(self, end: re.Pattern[str]) -> Wait[str]:
-        """Read text without quotes."""
+        """Read text without quotes: up to what ends a value, or a key, outside of brackets that are closed."""
         reader = self._reader
         start = reader.position
-        reader.position += reader.text.startswith(tuple(_CLOSERS), start)  # deeper than values can be
-        while (match := end.search(reader.text, reader.position)) is None:
-            reader.position = len(reader.text)
-            if not (yield from reader.more()):
+        reader.position += (yield from reader.peek()) in tuple(_CLOSERS)  # deeper than values can be
+        closers, quote, inner = "", "", -1
+        while True:
+            match = end.search(reader.text, reader.position)
+            if match is None:
+                reader.position = len(reader.text)
+                if not (yield from reader.more()):
+                    break
+                continue
+            reader.position, character = match.start(), match[0]
+            if closers and reader.position - start > _MAX_HELD:
                 break
-        reader.position = match.start() - (match[0] in "/*") if match else len(reader.text)
+            if character in _ENDS:
+                if (yield from reader.at_mark()):
+                    break
+            elif quote:
+                quote = quote.replace(character, "")
+            elif character in _CLOSERS and reader.position > start:
+                closers += _CLOSERS[character][0]
+            elif not closers:
+                if character != "," or not (yield from self._goes_on()):
+                    reader.position -= character in "/*"
+                    return reader.text[start : reader.position].strip()
+            else:
+                inner = reader.position if inner < 0 else inner
+                quote = character if character in _SPECIAL else ""
+                if character == closers[-1]:
+                    closers = closers[:-1]
+                    inner = inner if closers else -1
+                elif character in "]})":
+                    break
+            reader.position += 1
+        if closers and inner >= 0:
+            reader.position = inner
         return reader.text[start : reader.position].strip()
+
+    def _goes_on(self) -> Wait[bool]:
+        """Whether a value of an object goes on after the comma here, since no key follows."""
+        if not self._closers or self._closers[-1] != "}}":
+            return False
+        reader = self._reader
+        place = reader.position + 1
+        while (match := _BARE_KEY_END.search(reader.text, place)) is None and len(reader.text) - place < _MAX_HELD:
+            if not (yield from reader.more()):
+                return False
+        text = reader.text[place : match.start() if match else place].strip()
+        return match is not None and match[0] in ",})" and bool(text) and not text.startswith(tuple(_COMMENTS))
 
     def string(self, quote: str, *, is_raw: bool = False) -> Wait[bool]:
         """Pass on a string after its first quote, and the last one. False: it is cut."""
         reader = self._reader
         is_triple = yield from reader.literal(quote * 2)
+        is_doubtful = False
+        """Whether a quote that seemed to be part of the string was perhaps its end."""
         while True:
+            if is_doubtful:
+                quoted = reader.text.find(quote, reader.position)
+                place, mark = reader.marks.search(reader.text, reader.position, is_over=reader.is_over)
+                is_doubtful = len(reader.text) - reader.position < _MAX_HELD and not 0 <= quoted < place
+                if is_doubtful and not (mark or reader.is_over):
+                    yield from reader.more()
+                    continue
+                if is_doubtful and (mark or not reader.is_cut):
+                    text = reader.text[reader.position : place].rstrip(_TRAILING)
+                    self._sink(json.dumps(text, ensure_ascii=False)[1:])
+                    reader.position += len(text)
+                    return True
             match = _SPECIAL[quote].search(reader.text, reader.position)
             end = match.start() if match else len(reader.text)
             if end > reader.position:
@@ -290,6 +351,7 @@ class _Value:
                     self._sink('"')
                     return True
                 else:
+                    is_doubtful = not is_triple
                     self._sink(json.dumps(quote)[1:-1])
 
     def _after_quote(self) -> Wait[str | None]:
@@ -313,8 +375,9 @@ class _Value:
                 reader.position += 1
                 return quote
         is_comment = character == "/" and reader.position > start and (yield from self._comment())
+        is_mark = character in _ENDS and (yield from reader.at_mark())
         reader.position = start
-        return "end" if has_line or is_comment or character in _STRING_ENDS else ""
+        return "end" if has_line or is_comment or is_mark or character in _STRING_ENDS else ""
 
     def _escape(self, *, is_raw: bool) -> Wait[str]:
         """Read what follows a backslash. "": the text is cut."""
@@ -359,7 +422,7 @@ class _Value:
 
 def _scalar(text: str) -> str:
     """The JSON text of a number, a word, or of anything else, which is a string."""
-    if len(text) > _MAX_SCALAR:
+    if len(text) > _MAX_SCALAR or "," in text:
         return json_text(text)
     if _NUMBER.fullmatch(text) and math.isfinite(float(text)):
         return text

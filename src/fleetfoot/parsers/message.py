@@ -109,7 +109,10 @@ class TextParser(GeneratorParser):
         self._ends = (*reasoning.end, *self._stops) if reasoning else ()
         self._calls = [mark for mark in tools.begin if mark not in PLAIN] if tools else []
         self._reasoning_ends = markers_of(self._hidden.union(self._ends, self._calls))
-        super().__init__(Reader(), Writer(max_calls, tools.id_length if tools else None), self._message(is_reasoning))
+        marks = self._hidden.union(tools.markers if tools else (), self._begins, self._ends)
+        super().__init__(
+            Reader(marks), Writer(max_calls, tools.id_length if tools else None), self._message(is_reasoning)
+        )
 
     def _message(self, is_reasoning: bool) -> Wait[None]:
         reader, writer = self._reader, self._writer

@@ -85,8 +85,10 @@ def _arguments(sources: Sequence[str], tool: Tool) -> dict[str, Any]:
             added = {name.strip(): literal(value)}
         elif source.lstrip().startswith("**"):
             added = literal(source.lstrip()[2:])
+        elif number >= len(names):
+            raise ValueError("no name for an argument")
         else:
-            added = {names[number] if number < len(names) else f"argument_{number}": literal(source)}
+            added = {names[number]: literal(source)}
         if not isinstance(added, dict) or arguments.keys() & added.keys():
             raise ValueError("no arguments, or one twice")
         arguments.update(added)

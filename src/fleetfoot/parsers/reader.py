@@ -48,6 +48,12 @@ class Markers:
                 return position, ""
         return (match.start(), match[0]) if match else (len(text), "")
 
+    def at(self, text: str, start: int) -> bool | None:
+        """Whether a match begins at ``start``; None: the text ends within what may be one."""
+        if self._pattern.match(text, start):
+            return True
+        return None if len(text) - start < self._longest and text[start:] in self._beginnings else False
+
     def half(self, text: str, start: int) -> int:
         """The position of the beginning of a mark, at or after ``start``, that ends the text; its length without one.
         Beginnings of words and of code are no marks yet."""
@@ -62,9 +68,14 @@ def markers_of(texts: frozenset[str]) -> Markers:
 
 
 class Reader:
-    """The text of a sequence."""
+    """The text of a sequence.
 
-    def __init__(self) -> None:
+    Args:
+        marks: texts of the format that are no part of a value without quotes; the end of a block of code is another.
+    """
+
+    def __init__(self, marks: Iterable[str] = ()) -> None:
+        self.marks = markers_of(frozenset(("```", *(mark for mark in marks if mark.startswith("<")))))
         self.text = ""
         """What has arrived and is not dropped yet."""
         self.position = 0
@@ -111,6 +122,13 @@ class Reader:
                 return True
             if not expected.startswith(found) or not (yield from self.more()):
                 return False
+
+    def at_mark(self) -> Wait[bool]:
+        """Whether one of ``marks`` follows, whole or cut. Reads nothing."""
+        while (found := self.marks.at(self.text, self.position)) is None:
+            if not (yield from self.more()):
+                return True
+        return found
 
     def name(self, others: str = "_-.:/") -> Wait[str]:
         """Read letters, digits and ``others``."""
