@@ -21,6 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from fleetfoot import LLM, AsyncLLM, PoolingParams, SamplingParams
 from fleetfoot.plan import resolve
+from fleetfoot.utils.validation import FieldError
 from fleetfoot.weights.hub import resolve_model
 
 
@@ -171,6 +172,13 @@ def test_a_model_without_the_task_is_refused_before_it_is_loaded(
         run(call, "Qwen/Qwen3-Embedding-0.6B", "--prompt", "one", code=2)
         message = f"{call} needs the task {task!r}; this model has embed, token_embed, score"
         assert f"{message}: use fleetfoot embed or score" in run.err
+
+
+@pytest.mark.parametrize("settings", [{"task": "classify"}, {"task": "reward"}, {"convert": "classify"}])
+def test_a_decoder_without_a_head_is_refused_by_its_configuration(settings: dict[str, str]) -> None:
+    with pytest.raises(FieldError, match="this model has embed, token_embed, score") as refused:
+        LLM(**settings)
+    assert [(refused.value.field, refused.value.value)] == list(settings.items())
 
 
 @pytest.mark.usefixtures("examples")

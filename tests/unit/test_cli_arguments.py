@@ -85,7 +85,7 @@ def test_help_has_every_setting_with_its_default(run: CommandRunner) -> None:
     text = " ".join(run("generate", "--help").split())
     for field in dataclasses.fields(EngineConfig):
         assert (field.metadata["help"] in text) == (field.name not in UNSUPPORTED)
-    for word in ("lora", "quantiz", "--task", "embeds", "context-parallel", "swap-space"):
+    for word in ("lora", "quantiz", "embeds", "context-parallel", "swap-space"):
         assert word not in text
     assert "most requests that run at the same time (default: 256)" in text
     assert "{auto,cpu,cuda}" in text

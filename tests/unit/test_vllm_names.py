@@ -37,7 +37,6 @@ def call(self: object, prompts: object, lora_request: None = None, *, use_tqdm: 
         ("max_lora_rank", 8, "merge the adapter"),
         ("guided_decoding_backend", "xgrammar", "compiled by llguidance"),
         ("structured_outputs_config", {"backend": "xgrammar"}, "compiled by llguidance"),
-        ("task", "translate", "runner='pooling' selects"),
     ],
 )
 def test_a_setting_that_only_vllm_has(name: str, value: Any, advice: str, owner: str) -> None:
@@ -62,7 +61,11 @@ def test_values_that_change_nothing_are_taken() -> None:
     ):
         assert EngineConfig.from_keywords(given, owner="LLM") == EngineConfig()
     for name, value in (("task", "embed"), ("convert", "classify")):
-        assert EngineConfig.from_keywords({name: value}, owner="LLM") == EngineConfig(runner="pooling")
+        assert EngineConfig.from_keywords({name: value}, owner="LLM").runner == "pooling"
+        with pytest.raises(FieldError, match="and runner is 'generate'") as refused:
+            EngineConfig.from_keywords({name: value, "runner": "generate"}, owner="LLM")
+        assert refused.value.field == name
+    assert EngineConfig(task="generate").runner == "generate"
     named = {"dtype": "half", "task": "auto", "runner": "auto", "disable_log_stats": False, "swap_space": 4.0}
     named["compilation_config"] = 0
     config = EngineConfig.from_keywords(named, owner="LLM")

@@ -18,7 +18,7 @@ from fleetfoot.config.pooling import PoolerConfig
 from fleetfoot.config.profiler import ProfilerConfig
 from fleetfoot.config.sharding import ExpertSplit
 from fleetfoot.config.speculative import SpeculativeConfig
-from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword, implies_pooling, replicas_here
+from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword, replicas_here
 from fleetfoot.config.weight_transfer import WeightTransferConfig
 from fleetfoot.utils.cluster_key import ClusterKey, find_cluster_key
 from fleetfoot.utils.validation import FieldError, FieldTypeError, is_host, is_loopback, unknown_keyword
@@ -32,6 +32,8 @@ KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "f
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 ModelRunnerName = Literal["auto", "v1", "v2"]
 Runner = Literal["auto", "generate", "pooling"]
+Convert = Literal["auto", "none", "embed", "classify", "reward"]
+Task = Literal["auto", "generate", "embed", "embedding", "classify", "score", "reward", "encode"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 MAX_RESTARTS = 16
 """The default of ``max_restarts``."""
@@ -45,7 +47,11 @@ UNSUPPORTED = {
     "quantization", "enable_lora", "enable_prompt_embeds", "prefill_context_parallel_size",
 }  # fmt: skip
 """Settings of which the runners support the default alone: the oracle refuses others, and --help does not show them."""
-_SYNONYMS = {"dtype": {"half": "float16", "float": "float32"}}
+_SYNONYMS = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "task": {"": "auto"},
+    "convert": {"": "auto"},
+}
 """vLLM's other names of values."""
 
 _OFFLOADING_GIB = 1 << 33  # from here on the number of bytes does not fit in 64 bits
@@ -142,6 +148,8 @@ class EngineConfig:
     runner: Runner = _flag(
         "auto", "what the model computes: text, or vectors and scores (pooling); auto: by its config", choices=Runner
     )
+    task: Task = _flag("auto", "what the checkpoint must be for, which selects the runner", choices=Task)
+    convert: Convert = _flag("auto", "the same by vLLM's later name: checkpoints are not converted", choices=Convert)
     pooler_config: PoolerConfig | None = _flag(
         None,
         "JSON: pooling_type (LAST, MEAN, CLS, STEP, ALL), use_activation, dimensions",
@@ -333,6 +341,13 @@ class EngineConfig:
                 self.runner,
             )
         check_fields(self)
+        for name, value in (("task", self.task), ("convert", self.convert)):
+            if value in ("auto", "none"):
+                continue
+            runner: Runner = "generate" if value == "generate" else "pooling"
+            if self.runner not in ("auto", runner):
+                raise FieldError(name, f"is {value!r}, and runner is {self.runner!r}; leave one of them out", value)
+            object.__setattr__(self, "runner", runner)
         if self.use_v2_model_runner is not None and self.model_runner == ("v1" if self.use_v2_model_runner else "v2"):
             raise FieldError(
                 "model_runner",
@@ -502,10 +517,7 @@ class EngineConfig:
                 check_engine_keyword(owner, name, value)
             elif name not in known:
                 raise unknown_keyword(owner, name, known)
-        given = {name: keywords[name] for name in known if keywords.get(name) is not None}
-        if implies_pooling(keywords) and given.get("runner", "auto") == "auto":
-            given["runner"] = "pooling"
-        config = cls(**given)
+        config = cls(**{name: keywords[name] for name in known if keywords.get(name) is not None})
         if first and config.kv_events_config is not None:  # its ports and its number are those of the replica
             config = replace(config, kv_events_config=config.kv_events_config.moved(first))
         return config

@@ -67,9 +67,6 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
     "leave it out: max_num_batched_tokens limits a step":
         {"long_prefill_token_threshold": (0,), "max_num_partial_prefills": (1,), "max_long_partial_prefills": (1,)},
     "leave it out: logprobs are of the model's own logits": {"logprobs_mode": ("raw_logprobs",)},
-    "leave it out: runner='pooling' selects what the checkpoint is for":
-        {"convert": ("auto", "none", "embed", "classify", "reward"),
-         "task": ("auto", "generate", "embed", "embedding", "classify", "score", "reward", "encode")},
     "it is pooler_config": {"override_pooler_config": ()},
     "set speculative_config={'model': ..., 'num_speculative_tokens': ...}": {"speculative_model": ()},
     "set speculative_config={'num_speculative_tokens': ..., 'method': ...}": {"num_speculative_tokens": ()},
@@ -104,12 +101,6 @@ class AttentionConfig:
 
 AttentionBackendEnum = Enum("AttentionBackendEnum", ["FLASH_ATTN", "FLEX_ATTENTION", "TRITON_ATTN", "TORCH_SDPA"])
 """Some of vLLM's names, for the same scripts."""
-
-
-def implies_pooling(keywords: Mapping[str, Any]) -> bool:
-    """Whether vLLM's ``task`` or ``convert`` are given with a value that needs ``runner="pooling"``."""
-    words = keywords.get("task"), keywords.get("convert")
-    return any(word not in (None, "", "auto", "generate", "none") for word in words)
 
 
 def check_engine_keyword(owner: str, name: str, value: Any) -> None:

@@ -35,6 +35,7 @@ from fleetfoot.quantization.methods import linear_methods
 from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import ARENA
 from fleetfoot.speculative.find import DrafterModel, drafter_shape, find_drafter
+from fleetfoot.utils.validation import FieldError
 from fleetfoot.weights.hub import resolve_model
 
 
@@ -284,6 +285,10 @@ def _check_gpu_sleep(plan: EnginePlan) -> None:
         )
 
 
+_NEEDS = {"embed": "embed", "embedding": "embed", "classify": "classify", "reward": "classify", "score": "score"}
+"""Values of ``task`` and ``convert``, and the task that a model must have."""
+
+
 def _pooling(
     config: EngineConfig, content: Mapping[str, Any], model: ModelConfig, folder: Path, *, config_only: bool
 ) -> Pooling | None:
@@ -316,6 +321,11 @@ def _pooling(
     for token in pooling.token_ids:
         if token >= model.vocab_size:
             raise ConfigError(f"a score is the logit of token {token}, and vocab_size is {model.vocab_size}")
+    for setting, value in (("task", config.task), ("convert", config.convert)):
+        if (task := _NEEDS.get(value, pooling.task)) not in pooling.tasks:
+            has = ", ".join(pooling.tasks)
+            hint = "; classes need a checkpoint with a head for scores" if task == "classify" else ""
+            raise FieldError(setting, f"is {value!r}, and this model has {has}; leave it out{hint}", value)
     return pooling
 
 
