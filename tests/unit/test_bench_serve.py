@@ -50,6 +50,8 @@ class OpenAI(ThreadingHTTPServer):
         self.headers: list[dict[str, str]] = []
         self.profiles: list[tuple[str, str, int]] = []
         self.fails_after = math.inf
+        self.streams: list[list[Any]] = []
+        """Events of the next requests, in place of the tokens that were asked for."""
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -82,6 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
         events += [{"choices": [{"delta": {"content": text}} if is_chat else {"text": text}]} for text in texts]
         usage = {"prompt_tokens": 7, "completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 2}}
         events.append({"choices": [], "usage": usage})
+        events = self.server.streams.pop(0) if self.server.streams else events
         stream = b"".join(b"data: " + json.dumps(one, separators=(",", ":")).encode() + b"\n\n" for one in events)
         stream += b"data: [DONE]\n\n"
         self.send_response(200)
@@ -157,7 +160,9 @@ def test_turns_of_a_conversation_have_what_was_said_before(server: OpenAI, capsy
     flags = "--endpoint", "chat", "--turns", "3", "--num-prompts", "2", "--request-rate", "1000", "--save-detailed"
     assert main(bench(server, *flags, "--model", "other")) == 0
     assert {body["model"] for body in server.bodies} == {"other"}
-    content = json.loads(capsys.readouterr().out)
+    output, status = capsys.readouterr()
+    content = json.loads(output)
+    assert content["short_outputs"] == 0 and "--allow-eos" not in status
     assert (content["completed"], content["output_lens"], content["backend"]) == (6, [5] * 6, "openai-chat")
     assert [len(gaps) for gaps in content["itls"]] == [4] * 6
     assert content["errors"] == [""] * 6 and len(content["latencies"]) == len(content["queue_times"]) == 6
@@ -179,6 +184,34 @@ def test_failures_are_counted_with_their_reasons(server: OpenAI, capsys: pytest.
     assert (content["completed"], content["failed"], list(content["error_counts"].values())) == (2, 3, [3])
     server.fails_after = 0
     assert main(bench(server)) == 2  # the warm-up fails
+
+
+ROLE = {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+
+
+ENDS = {"choices": [{"text": "", "finish_reason": "stop"}]}
+STREAMS: list[tuple[list[Any], int | None]] = [
+    ([ENDS], 1),
+    ([ROLE, {"choices": [{"delta": {}, "finish_reason": "length"}]}], 1),
+    ([ROLE, {"choices": [], "usage": {"completion_tokens": 3}}], 3),
+    ([ENDS, {"choices": [], "usage": {"completion_tokens": 0}}], 0),
+    ([ROLE], None),
+    ([ROLE, {"choices": [], "usage": {"completion_tokens": 0}}], None),
+    ([{"choices": [{"text": "a"}]}, {"error": {"message": "lost"}}], None),
+]
+"""Events, and how many tokens a client counts; None: the request has failed."""
+
+
+def test_a_stream_without_text_is_judged_by_what_it_says(server: OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    server.streams = [events for events, _ in STREAMS]
+    flags = "--num-prompts", "8", "--num-warmup", "0", "--max-concurrency", "1", "--save-detailed"
+    assert main(bench(server, *flags)) == 1
+    output, status = capsys.readouterr()
+    content = json.loads(output)
+    counts = [None if error else count for error, count in zip(content["errors"], content["output_lens"], strict=True)]
+    assert counts == [count for _, count in STREAMS] + [5]
+    assert (content["completed"], content["short_outputs"]) == (5, 4)
+    assert "--allow-eos" in status and "lost" in content["errors"][6]
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,13 @@ REPORT_S = 0.5
 """Seconds between two `Progress`."""
 _TIMER_S = 0.02
 _FIRST_TEXT = re.compile(
-    rb'"(?:text|content|reasoning|reasoning_content|arguments)": ?"[^"]|"token_ids": ?\[ ?\d|"delta": ?"[^"]'
+    rb'"(?:text|content|reasoning|reasoning_content|arguments|finish_reason|delta)": ?"[^"]|"token_ids": ?\[ ?\d'
 )
-"""In the first event that has a token. The event before it, which has the role alone, has none."""
+"""In the first event that has a token. The event before it, which has the role alone, has none. Tokens may have no
+text: then the first event is the one that ends the choice."""
+_ERROR = re.compile(rb'^(?:data: ?)?\{"error": ?[^n].*', re.M)
+"""A line of a stream that fails."""
+_TOKENS = re.compile(rb'"completion_tokens": ?[1-9]')
 _USAGE = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)": ?(\d+)')
 _TAIL = 16
 """Parts of the end of a stream that are kept: usage is in the last event but one."""
@@ -159,10 +163,13 @@ class _Connection(asyncio.Protocol):
                 self._arrivals.append(since)
 
     def on_message_complete(self) -> None:
-        sample = self._sample
-        status = self._parser.get_status_code()
-        if status != 200:
-            sample.error = f"status {status}: {self._kept()[:500].decode('utf-8', 'replace')}"
+        sample, kept = self._sample, self._kept()
+        if (status := self._parser.get_status_code()) != 200:
+            sample.error = f"status {status}: {kept[:500].decode('utf-8', 'replace')}"
+        elif failure := _ERROR.search(kept):
+            sample.error = failure[0][:500].decode("utf-8", "replace")
+        elif not sample.first and _TOKENS.search(kept):
+            sample.first = self._now  # no event has said more
         elif not sample.first:
             sample.error = "the response has no token"
         self._end(self._parser.should_keep_alive())
@@ -184,9 +191,9 @@ class _Connection(asyncio.Protocol):
         without = min(kept.count(_NO_CHOICES) + kept.count(b"[DONE]"), sample.num_events)  # events without a token
         sample.num_events -= without
         del self._arrivals[sample.num_events :]
+        sample.num_output_tokens = sample.num_events
         for name, value in _USAGE.findall(kept):
             setattr(sample, f"num_{_FIELDS[name]}_tokens", int(value))
-        sample.num_output_tokens = sample.num_output_tokens or sample.num_events
         sample.arrivals = self._arrivals[1:].tobytes()
         if not stays_open:
             self.close()

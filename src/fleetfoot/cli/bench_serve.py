@@ -285,6 +285,12 @@ def results(outcome: Outcome, goodput: dict[str, float], concurrency: int = 0) -
     return found
 
 
+def count_short(samples: Sequence[Sample], conversations: Sequence[Conversation]) -> int:
+    """Outputs with fewer tokens than were asked for."""
+    asked = {(one.number, turn): of.max_tokens for one in conversations for turn, of in enumerate(one.turns)}
+    return sum(one.num_output_tokens < asked[one.number, one.turn] for one in samples if not one.error)
+
+
 def _times(good: Sequence[Sample]) -> dict[str, list[float]]:
     """Seconds, by the names of metrics."""
     return {
@@ -651,6 +657,7 @@ def _run_loads(
                 "burstiness": arguments.burstiness,
                 "max_concurrency": concurrency or None,
                 **results(outcome, goodput, concurrency),
+                "short_outputs": count_short(outcome.samples, conversations),
                 **_acceptance(drafts, _drafts(target.url)),
             }
             if server is not None:
@@ -662,7 +669,7 @@ def _run_loads(
             row = table.end(outcome)
             if not sys.stderr.isatty():
                 command.print_status(f"[{row}]")
-            _warn(point)
+            _warn(point, allows_eos=arguments.allow_eos)
     return points, outcomes
 
 
@@ -738,12 +745,17 @@ def _details(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _warn(point: dict[str, Any]) -> None:
+def _warn(point: dict[str, Any], *, allows_eos: bool) -> None:
     client = point["client"]
     if client["is_limit"]:
         command.print_status(
             f"warning: the client may be the limit (a process uses {client['busiest_cpu_share']:.0%} of a core, and is "
             f"{client['p99_loop_lag_ms']:.0f} ms late); give more --client-processes, or free cores"
+        )
+    if (number := point["short_outputs"]) and not allows_eos:
+        command.print_status(
+            f"warning: {number} of {command.count(point['completed'], 'output')} ended before --output-len: the target "
+            "does not know ignore_eos, or limits outputs; --allow-eos accepts it"
         )
     for reason, number in point["error_counts"].items():
         command.print_status(f"warning: {command.count(number, 'request')} failed: {reason}")
