@@ -425,7 +425,7 @@ def test_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--port", "70000"], "70000"),
         (["--port", "http"], "'http' is no port; it must be an integer in [0, 65535]"),
         (["--max-queue", "0"], "at least 1"),
-        (["--max-queue", "many"], "'many' is no count; it must be an integer of at least 1"),
+        (["--max-queue", "many"], "'many' is no integer of at least 1"),
         (["--shutdown-timeout", "long"], "'long' is no number of seconds"),
         (["--shutdown-timeout", "-1"], "'-1' is no number of seconds"),
         (["--ssl-keyfile", __file__], "ssl_keyfile need ssl_certfile"),

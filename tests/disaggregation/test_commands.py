@@ -210,7 +210,7 @@ def test_invalid_arguments(command: Command) -> None:
         for arguments, message in [
             (("proxy", "--prefill", "nowhere", "--decode", "127.0.0.1:1"), "'nowhere'; it must be host:port"),
             (("proxy", "--prefill", "127.0.0.1:99999", "--decode", "127.0.0.1:1"), "argument --prefill: address is"),
-            (("proxy", "--prefill-timeout", "0"), "--prefill-timeout: '0' is no time to wait"),
+            (("proxy", "--prefill-timeout", "0"), "--prefill-timeout: '0' is no number above 0"),
             (("engine", f"--port={port}"), f"cannot listen on 127.0.0.1:{port}"),
             (("engine", "--port=99999"), "cannot listen on 127.0.0.1:99999"),
         ]:

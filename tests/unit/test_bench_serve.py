@@ -230,6 +230,10 @@ def test_a_stream_without_text_is_judged_by_what_it_says(server: OpenAI, capsys:
         ("--num-prompts", "0"),
         ("--num-warmup", "-1"),
         ("--client-processes", "0"),
+        ("--turns", "0"),
+        ("--num-prefixes", "0"),
+        ("--vocab-size", "1"),
+        ("--timeout", "0"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(server: OpenAI, flags: tuple[str, ...]) -> None:

@@ -168,14 +168,14 @@ def _token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids; write 1 2 3 or 1,2,3") from None
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    """``{"42": -1.5}``."""
+def json_object(text: str) -> dict[str, Any]:
+    """The type of a flag: ``{"42": -1.5}``."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}); write '{{\"42\": -1.5}}'") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}); write '{{\"name\": 1.5}}'") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; write '{{\"42\": -1.5}}'")
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; write '{{\"name\": 1.5}}'")
     return value
 
 
@@ -209,10 +209,10 @@ _FLAGS = {
     "skip_special_tokens": _Flag(bool, "leave special tokens out of the text"),
     "spaces_between_special_tokens": _Flag(bool, "put spaces between special tokens that are kept in the text"),
     "include_stop_str_in_output": _Flag(bool, "keep the stop string at the end of the text"),
-    "logit_bias": _Flag(_json_object, "numbers to add to tokens' logits, as JSON: '{\"42\": -1.5}'", "JSON"),
+    "logit_bias": _Flag(json_object, "numbers to add to tokens' logits, as JSON: '{\"42\": -1.5}'", "JSON"),
     "allowed_token_ids": _Flag(_token_ids, "the only tokens that can be generated", "ID", is_list=True),
     "bad_words": _Flag(str, "a word that cannot be generated; give the flag again for more", "WORD", is_list=True),
-    "structured_outputs": _Flag(_json_object, 'what the output must look like: \'{"choice": ["yes", "no"]}\'', "JSON"),
+    "structured_outputs": _Flag(json_object, 'what the output must look like: \'{"choice": ["yes", "no"]}\'', "JSON"),
     "truncate_prompt_tokens": _Flag(int, "keep this many tokens from the end of a prompt; -1: as many as fit", "N"),
 }
 SAMPLING_NAMES = tuple(_FLAGS)

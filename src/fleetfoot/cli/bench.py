@@ -40,11 +40,11 @@ _INPUT_LEN = Lengths(512, 512)
 
 
 def _add_latency_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_number(parser, "--input-len", 32, "tokens of each prompt")
-    _add_number(parser, "--output-len", 128, "tokens to generate for each")
-    _add_number(parser, "--batch-size", 8, "requests that start together")
-    _add_number(parser, "--num-iters", 10, "batches to measure, one after the other")
-    _add_number(parser, "--num-warmup", 2, "batches before them that do not count", least=0)
+    command.add_number(parser.add_argument, "--input-len", 32, "tokens of each prompt")
+    command.add_number(parser.add_argument, "--output-len", 128, "tokens to generate for each")
+    command.add_number(parser.add_argument, "--batch-size", 8, "requests that start together")
+    command.add_number(parser.add_argument, "--num-iters", 10, "batches to measure, one after the other")
+    command.add_number(parser.add_argument, "--num-warmup", 2, "batches before them that do not count", least=0)
     _add_shared_arguments(parser)
 
 
@@ -68,17 +68,19 @@ def _run_latency(arguments: argparse.Namespace) -> int:
 
 
 def _add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_number(parser, "--num-prompts", None, "requests (default: 100, or all of --prompts-file)")
+    command.add_number(parser.add_argument, "--num-prompts", None, "requests (default: 100, or all of --prompts-file)")
     text = f"tokens of a prompt, or a range to draw from evenly, both ends included (default: {_INPUT_LEN})"
     parser.add_argument("--input-len", type=Lengths.parse, metavar="N[:M]", help=text)
     text = "tokens to generate, or a range (default: 128)"
     parser.add_argument("--output-len", type=Lengths.parse, default=Lengths(128, 128), metavar="N[:M]", help=text)
-    _add_number(parser, "--prefix-len", 0, "tokens at the beginning of prompts that all have in common", least=0)
+    command.add_number(
+        parser.add_argument, "--prefix-len", 0, "tokens at the beginning of prompts that all have in common", least=0
+    )
     text = "prompts to use instead of random tokens, as for `fleetfoot generate`"
     parser.add_argument("--prompts-file", metavar="FILE", help=text)
     text = "requests that arrive in a second, at random times (a Poisson process); inf: all at once (default: inf)"
-    parser.add_argument("--request-rate", type=_rate, default=math.inf, metavar="X", help=text)
-    _add_number(parser, "--num-warmup", 1, "requests before them that do not count", least=0)
+    parser.add_argument("--request-rate", type=command.positive, default=math.inf, metavar="X", help=text)
+    command.add_number(parser.add_argument, "--num-warmup", 1, "requests before them that do not count", least=0)
     _add_shared_arguments(parser)
 
 
@@ -114,7 +116,7 @@ def _run_throughput(arguments: argparse.Namespace) -> int:
 
 
 def _add_cold_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_number(parser, "--duration", 60, "seconds of load from the first request on")
+    command.add_number(parser.add_argument, "--duration", 60, "seconds of load from the first request on")
     text = "tokens of a prompt, or a range to draw from evenly (default: 1:2000)"
     parser.add_argument("--input-len", type=Lengths.parse, default=Lengths(1, 2000), metavar="N[:M]", help=text)
     text = "tokens to generate, or a range (default: 2:48)"
@@ -164,32 +166,11 @@ def _dataset(arguments: argparse.Namespace) -> list[PromptType] | None:
 def _add_shared_arguments(parser: argparse.ArgumentParser, *, has_temperature: bool = True) -> None:
     if has_temperature:
         parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
-    _add_number(parser, "--seed", 0, "of random prompts, lengths and times of arrival", least=0)
+    command.add_number(parser.add_argument, "--seed", 0, "of random prompts, lengths and times of arrival", least=0)
     parser.add_argument("--output", metavar="FILE", help="write the JSON there, not to standard output")
     text = "draw the tails of the times, and the steps below the roofline, to an SVG or PNG file"
     parser.add_argument("--plot", metavar="FILE", help=text)
     add_engine_arguments(parser, takes_model=True)
-
-
-def _add_number(parser: argparse.ArgumentParser, flag: str, default: int | None, text: str, *, least: int = 1) -> None:
-    def read(word: str) -> int:
-        number = int(word) if word.lstrip("+-").isdecimal() else least - 1
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{word!r} is no integer of at least {least}")
-        return number
-
-    shown = "" if default is None else f" (default: {default})"
-    parser.add_argument(flag, type=read, default=default, metavar="N", help=text + shown)
-
-
-def _rate(word: str) -> float:
-    try:
-        rate = float(word)
-    except ValueError:
-        rate = math.nan
-    if not rate > 0:  # NaN is not
-        raise argparse.ArgumentTypeError(f"{word!r} is no number above 0; write 2.5, or inf")
-    return rate
 
 
 def _started(arguments: argparse.Namespace) -> AbstractContextManager[tuple[LLMEngine, float]]:

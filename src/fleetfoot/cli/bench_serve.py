@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fleetfoot.cli import command
-from fleetfoot.cli.arguments import add_engine_arguments, engine_config, given_settings
+from fleetfoot.cli.arguments import add_engine_arguments, engine_config, given_settings, json_object
 from fleetfoot.cli.bench_client import Conversation, Finished, Load, Progress, Sample, Turn, gaps
 from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, distribution, ratio, run_load, tails_chart
 from fleetfoot.cli.drawing import Chart, Curve, check_plot_file, draw
@@ -168,7 +168,8 @@ def _body(fields: dict[str, Any], prompt: list[Any], output_len: int, *, is_chat
 class Target:
     """Where requests go."""
 
-    url: str
+    base_url: str
+    path: str
     headers: dict[str, str]
     timeout_s: float
     num_processes: int
@@ -194,8 +195,9 @@ def run_processes(
     """Send conversations from several processes. ``concurrency``: of all together; 0: no limit. ``on_progress`` is
     called in other threads."""
     count = min(target.num_processes, len(conversations), concurrency or len(conversations))
+    url = target.base_url + target.path
     loads = [
-        Load(target.url, target.headers, concurrency // count + (index < concurrency % count), part, target.timeout_s)
+        Load(url, target.headers, concurrency // count + (index < concurrency % count), part, target.timeout_s)
         for index, part in enumerate(list(conversations[index::count]) for index in range(count))
     ]
     words, pipe = [sys.executable, "-m", "fleetfoot.cli.bench_client"], subprocess.PIPE
@@ -536,9 +538,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--request-model", metavar="NAME", help="model of the requests (default: MODEL, or the first of --base-url)")
     add("--header", action="append", default=[], metavar="NAME:VALUE", help="a header of requests; may be repeated")
     add("--target-key", metavar="KEY", help="API key of the target, or OPENAI_API_KEY")
-    add("--extra-body", type=_json_object, default={}, metavar="JSON", help="further fields of each request")
-    add("--api-server-count", type=int, metavar="N", help="of the server that is started (default: as of serve)")
-    add("--timeout", type=float, default=3600.0, metavar="S", help="seconds of one request (default: 3600)")
+    add("--extra-body", type=json_object, default={}, metavar="JSON", help="further fields of each request")
+    command.add_number(add, "--api-server-count", None, "of the server that is started (default: as of serve)")
+    add("--timeout", type=command.finite, default=3600.0, metavar="S", help="seconds of one request (default: 3600)")
     group = parser.add_argument_group("load")
     add = group.add_argument
     text = (
@@ -546,26 +548,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--request-rate", type=_rates, default=(math.inf,), metavar="X[,X]", help=text)
     text = "evenness of arrivals: 1 is a Poisson process, below come bursts (default: 1)"
-    add("--burstiness", type=_positive, default=1.0, metavar="X", help=text)
+    add("--burstiness", type=command.finite, default=1.0, metavar="X", help=text)
     text = "most requests at once; several with commas: one load each (default: no limit)"
     add("--max-concurrency", type=_counts, default=(0,), metavar="N[,N]", help=text)
-    add("--num-prompts", type=int, metavar="N", help="conversations of each load (default: 100, or all of a trace)")
-    add("--duration", type=float, metavar="S", help="as many as arrive in so many seconds, instead of --num-prompts")
-    add("--num-warmup", type=int, default=2, metavar="N", help="conversations before, which do not count (default: 2)")
-    add("--client-processes", type=int, metavar="N", help="that send requests (default: one for each 4 cores, up to 4)")
+    command.add_number(add, "--num-prompts", None, "conversations of each load (default: 100, or all of a trace)")
+    add("--duration", type=command.finite, metavar="S", help="as many as arrive in these seconds, not --num-prompts")
+    command.add_number(add, "--num-warmup", 2, "conversations before, which do not count", least=0)
+    command.add_number(add, "--client-processes", None, "that send requests (default: one for each 4 cores, up to 4)")
     group = parser.add_argument_group("requests")
     add = group.add_argument
     add("--input-len", type=Lengths.parse, default=Lengths(128, 128), metavar="N[:M]", help="tokens (default: 128)")
     add("--output-len", type=Lengths.parse, default=Lengths(128, 128), metavar="N[:M]", help="tokens (default: 128)")
-    add("--prefix-len", type=int, default=0, metavar="N", help="first tokens that prompts have in common (default: 0)")
-    add("--num-prefixes", type=int, default=1, metavar="N", help="different ones of these, in turn (default: 1)")
-    add("--turns", type=int, default=1, metavar="N", help="requests of a conversation, with all before (default: 1)")
+    command.add_number(add, "--prefix-len", 0, "first tokens that prompts have in common", least=0)
+    command.add_number(add, "--num-prefixes", 1, "different ones of these, in turn")
+    command.add_number(add, "--turns", 1, "requests of a conversation, with all before")
     add("--trace", metavar="FILE", help="requests and their times, in the format of Mooncake's traces (.jsonl)")
-    add("--trace-speed", type=float, default=1.0, metavar="X", help="how much faster than the trace (default: 1)")
-    add("--vocab-size", type=int, default=200, metavar="N", help="token ids of prompts are below (default: 200)")
+    add("--trace-speed", type=command.finite, default=1.0, metavar="X", help="how much faster (default: 1)")
+    command.add_number(add, "--vocab-size", 200, "token ids of prompts are below", least=2)
     add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
     add("--allow-eos", action="store_true", help="outputs may end before --output-len")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and times (default: 0)")
+    command.add_number(add, "--seed", 0, "of prompts, lengths and times", least=0)
     group = parser.add_argument_group("result")
     add = group.add_argument
     text = "limits in ms of ttft, tpot or e2el: requests within all of them are good"
@@ -602,7 +604,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = named or _first_model(url, headers)
         path = "/v1/chat/completions" if shape.is_chat else "/v1/completions"
         count = arguments.client_processes or max(1, min(4, num_cores() // 4))
-        target = Target(url + path, headers, arguments.timeout, count)
+        target = Target(url, path, headers, arguments.timeout, count)
         fields = {
             "model": model, "stream": True, "stream_options": {"include_usage": True},
             "temperature": arguments.temperature, **({} if arguments.allow_eos else {"ignore_eos": True}),
@@ -635,7 +637,7 @@ def _run_loads(
         warm_up = make_conversations(replace(shape, seed=shape.seed + 1_000_003), fields, arguments.num_warmup)
         outcome = run_processes(target, warm_up, 1, lambda progress: None)
         if all(one.error for one in outcome.samples):
-            raise command.UsageError(f"{target.url} answers no request: {outcome.samples[0].error}")
+            raise command.UsageError(f"{target.base_url} answers no request: {outcome.samples[0].error}")
     with LiveTable(is_shown=sys.stderr.isatty(), goodput=goodput) as table:
         for rate, concurrency in [
             (rate, most) for rate in arguments.request_rate for most in arguments.max_concurrency
@@ -644,7 +646,7 @@ def _run_loads(
             name = "trace" if arguments.trace else f"{rate:g}/s"
             name += f", {concurrency} at once" if concurrency else ""
             table.begin(name, sum(len(one.turns) for one in conversations))
-            before, drafts = {} if server is None else server.cpu_s(), _drafts(target.url)
+            before, drafts = {} if server is None else server.cpu_s(), _drafts(target.base_url)
             outcome = run_processes(target, conversations, concurrency, table.update)
             point = {
                 "date": datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
@@ -658,7 +660,7 @@ def _run_loads(
                 "max_concurrency": concurrency or None,
                 **results(outcome, goodput, concurrency),
                 "short_outputs": count_short(outcome.samples, conversations),
-                **_acceptance(drafts, _drafts(target.url)),
+                **_acceptance(drafts, _drafts(target.base_url)),
             }
             if server is not None:
                 point["server"] = _compared(point, before, server.cpu_s(), offline)
@@ -706,8 +708,7 @@ _DRAFTS = re.compile(
 def _drafts(url: str) -> dict[tuple[str, int], float]:
     """What the target's metrics count of drafts, of all engines together; positions of the last kind are told apart."""
     counts: dict[tuple[str, int], float] = defaultdict(float)
-    base = url.removesuffix("/chat/completions").removesuffix("/completions").removesuffix("/v1")
-    with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(f"{base}/metrics", timeout=30) as response:
+    with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         for kind, labels, value in _DRAFTS.findall(response.read().decode("utf-8", "replace")):
             position = re.search(r'position="(\d+)"', labels)
             counts[kind, int(position[1]) if position else 0] += float(value)
@@ -778,9 +779,6 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--{engine[0].replace('_', '-')} is for an engine that is started, and the server at --base-url runs; "
             "leave one of them out"
         )
-    for name, least in (("num_prompts", 1), ("num_warmup", 0), ("client_processes", 1)):
-        if (given := getattr(arguments, name)) is not None and given < least:
-            raise command.UsageError(f"--{name.replace('_', '-')} is {given}; it must be at least {least}")
     if arguments.turns > 1 and arguments.endpoint != "chat":
         raise command.UsageError("--turns needs --endpoint chat")
     if arguments.duration is not None and (
@@ -834,27 +832,11 @@ def _first_model(url: str, headers: dict[str, str]) -> str:
 
 
 def _rates(text: str) -> tuple[float, ...]:
-    try:
-        rates = tuple(map(float, text.split(",")))
-    except ValueError:
-        rates = ()
-    if not rates or not all(rate > 0 for rate in rates):  # NaN is not
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate above 0; write 2.5, inf, or 1,2,4")
-    return rates
-
-
-def _positive(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return tuple(map(command.positive, text.split(",")))
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(part) if part.isdecimal() else 0 for part in text.split(","))
-    if not all(counts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no count of at least 1; write 16, or 1,4,16")
-    return counts
+    return tuple(map(command.at_least(1), text.split(",")))
 
 
 def _limit(text: str) -> tuple[str, float]:
@@ -863,13 +845,6 @@ def _limit(text: str) -> tuple[str, float]:
         if name in ("ttft", "tpot", "e2el") and float(limit) > 0:
             return name, float(limit)
     raise argparse.ArgumentTypeError(f"{text!r} is no limit; write ttft:500, tpot:50 or e2el:5000, in ms")
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        if isinstance(value := json.loads(text), dict):
-            return value
-    raise argparse.ArgumentTypeError(f"{text} is no JSON object")
 
 
 COMMAND = command.Command("serve", "measure a server under load", add_arguments, run, _EPILOG, "[MODEL] ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -244,3 +245,36 @@ def steps_without_drafts(off: dict[str, int]) -> str:
 def count(number: int, noun: str, plural: str | None = None) -> str:
     """``1 prompt``, ``2 prompts``."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of a flag: an integer from ``least`` up."""
+
+    def read(text: str) -> int:
+        number = int(text) if text.lstrip("+-").isdecimal() else least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least {least}")
+        return number
+
+    return read
+
+
+def positive(text: str) -> float:
+    """The type of a flag: a number above 0, or ``inf``."""
+    with contextlib.suppress(ValueError):
+        if (number := float(text)) > 0:  # NaN is not
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0; write 2.5, or inf")
+
+
+def finite(text: str) -> float:
+    """The same without ``inf``."""
+    if math.isinf(number := positive(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+    return number
+
+
+def add_number(add: Callable[..., object], flag: str, default: int | None, text: str, *, least: int = 1) -> None:
+    """Declare a flag that counts. ``add``: ``add_argument`` of a parser or a group."""
+    shown = "" if default is None else f" (default: {default})"
+    add(flag, type=at_least(least), default=default, metavar="N", help=text + shown)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
-from contextlib import suppress
 from functools import partial
 from importlib import import_module
 
 from fleetfoot.cli.arguments import add_engine_arguments, add_listen_arguments, engine_config
-from fleetfoot.cli.command import Command, usage_errors
+from fleetfoot.cli.command import Command, finite, usage_errors
 from fleetfoot.cli.serve import add_server_arguments, run_workers, server_settings
 from fleetfoot.config import env
 from fleetfoot.utils.cluster_key import find_cluster_key
@@ -85,21 +83,14 @@ def _address(text: str) -> str:
     return text
 
 
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (seconds := float(text)) < math.inf:
-            return seconds
-    raise argparse.ArgumentTypeError(f"{text!r} is no time to wait; it must be a number of seconds above 0")
-
-
 def _add_proxy_flags(parser: argparse.ArgumentParser) -> None:
     add = partial(parser.add_argument, nargs="+", type=_address, metavar="HOST:PORT")
     add("--prefill", default=(), help="engines that compute prompts (kv_producer); without, all engines do all")
     add("--decode", required=True, help="engines that go on from there (kv_consumer)")
     text = "seconds to wait for a prefill engine, before a decode engine computes the prompt (default: 60)"
-    parser.add_argument("--prefill-timeout", type=_seconds, default=60.0, metavar="X", help=text)
+    parser.add_argument("--prefill-timeout", type=finite, default=60.0, metavar="X", help=text)
     text = "seconds that a request waits while no engine can be reached (default: 60)"
-    parser.add_argument("--engine-timeout", type=_seconds, default=60.0, metavar="X", help=text)
+    parser.add_argument("--engine-timeout", type=finite, default=60.0, metavar="X", help=text)
     text = "file (mode 0600) with the secret that the engines have too (default: as of fleetfoot engine)"
     parser.add_argument("--cluster-key-file", metavar="FILE", help=text)
     _add_key_flag(parser)

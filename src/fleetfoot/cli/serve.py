@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleetfoot.cli.arguments import add_engine_arguments, engine_config
-from fleetfoot.cli.command import Command, UsageError, print_status, usage_errors
+from fleetfoot.cli.arguments import add_engine_arguments, engine_config, json_object
+from fleetfoot.cli.command import Command, UsageError, at_least, print_status, usage_errors
 from fleetfoot.config import env
 from fleetfoot.parsers.registry import check_parsers
 
@@ -75,17 +75,17 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ssl-ca-certs", metavar="FILE", help="certificates of clients: each must have one of them")
     add(
         "--api-server-count",
-        type=_count,
+        type=at_least(1),
         metavar="N",
         help="processes for HTTP, tokenizing and texts (default: one for every four cores, up to four)",
     )
     text = (
         f"unfinished requests from which on others get 429; API servers have equal shares (default: {_DEFAULT_QUEUE})"
     )
-    add("--max-queue", type=_count, default=_DEFAULT_QUEUE, metavar="N", help=text)
+    add("--max-queue", type=at_least(1), default=_DEFAULT_QUEUE, metavar="N", help=text)
     add(
         "--max-body-bytes",
-        type=_count,
+        type=at_least(1),
         default=16 << 20,
         metavar="N",
         help="largest body of a request (default: 16 MiB)",
@@ -94,16 +94,16 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add("--allow-unknown-fields", action="store_true", help=text)
     add(
         "--limit-per-request",
-        type=_json_object,
+        type=json_object,
         default={},
         metavar="JSON",
         help="most entries of lists and objects of a request, such as '{\"tools\": 2000}'; docs/serving.md has all",
     )
     text = "unfinished requests of one API key, or address without keys, from which on it gets 429 (default: any)"
-    add("--max-queue-per-key", type=_count, metavar="N", help=text)
+    add("--max-queue-per-key", type=at_least(1), metavar="N", help=text)
     text = "responses that are stored for previous_response_id; the oldest ones are dropped (default: 4096)"
-    add("--max-stored-responses", type=_count, default=4096, metavar="N", help=text)
-    add("--max-stored-mib", type=_count, default=256, metavar="N", help="of all stored responses (default: 256)")
+    add("--max-stored-responses", type=at_least(1), default=4096, metavar="N", help=text)
+    add("--max-stored-mib", type=at_least(1), default=256, metavar="N", help="of all stored responses (default: 256)")
     text = "seconds that unfinished requests have after SIGTERM (default: 30)"
     add("--shutdown-timeout", type=_seconds, default=30.0, metavar="X", help=text)
     text = "send spans of requests to this collector of OpenTelemetry (the extra otel), by OTLP over HTTP"
@@ -285,19 +285,6 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) >= 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; it must be an integer in [0, 65535]")
     return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; it must be an integer of at least 1")
-    return int(text)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    with suppress(ValueError):
-        if isinstance(value := json.loads(text), dict):
-            return value
-    raise argparse.ArgumentTypeError(f"{text} is no JSON object")
 
 
 def _limits(given: dict[str, Any]) -> BodyLimits:
