@@ -167,30 +167,81 @@ def test_the_arguments_of_the_chart_are_flags_of_the_server(name: str) -> None:
         assert arguments.served_model_name == ODD[name].get("servedModelNames")
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"nodes": 2},
-        {"gpus": -1},
-        {"port": 70000},
-        {"replica": 3},
-        {"inferencePool": {"enabled": True}},
-        {"nodes": "two"},
-        {"port": 5558, "kvEvents": {"enabled": True}},
-        {"kvEvents": {"enabled": True, "replayPort": 5557}},
-        {"autoscaling": {"enabled": True, "minReplicas": 5}},
-        {"image": None},
-        {"cache": {"size": None}},
-        {"podLabels": {"a": 1}},
-        {"env": [{"name": "A", "value": 1}]},
-        {"servedModelNames": [""]},
-    ],
-)
-def test_values_that_cannot_be_meant_are_refused(values: dict[str, Any]) -> None:
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("clusterKeySecret", {"nodes": 2}),
+    ("gpus", {"gpus": -1}),
+    ("port", {"port": 70000}),
+    ("replica", {"replica": 3}),
+    ("endpointPicker", {"inferencePool": {"enabled": True}}),
+    ("endpointPicker", {"inferencePool": {"enabled": True, "endpointPicker": "http://picker"}}),
+    ("nodes", {"nodes": "two"}),
+    ("port", {"port": 5558, "kvEvents": {"enabled": True}}),
+    ("replayPort", {"kvEvents": {"enabled": True, "replayPort": 5557}}),
+    ("minReplicas", {"autoscaling": {"enabled": True, "minReplicas": 5}}),
+    ("maxReplicas", {"autoscaling": {"enabled": True, "maxReplicas": 3e9}}),
+    ("image", {"image": None}),
+    ("repository", {"image": {"repository": "Fleet foot"}}),
+    ("tag", {"image": {"tag": "a:b"}}),
+    ("size", {"cache": {"size": None}}),
+    *(("size", {"cache": {"size": size}}) for size in ("5 GB", "5GB", "5Gib", "-5Gi", "0", "0.0Gi", "many")),
+    ("existingClaim", {"cache": {"existingClaim": "own", "size": "5Gi"}}),
+    ("existingClaim", {"cache": {"existingClaim": "Own_claim"}}),
+    ("storageClass", {"cache": {"storageClass": "fast"}}),
+    ("accessModes", {"cache": {"size": "5Gi", "accessModes": ["ReadOnce"]}}),
+    ("sharedMemory", {"sharedMemory": "1 Gi"}),
+    ("sharedMemory", {"sharedMemory": ""}),
+    ("memory", {"resources": {"limits": {"memory": "4 GB"}}}),
+    ("cpu", {"resources": {"requests": {"cpu": -1}}}),
+    ("nvidia.com/gpu", {"resources": {"limits": {"nvidia.com/gpu": 4}}}),
+    ("gpuResource", {"gpuResource": "gpu"}),
+    ("podLabels", {"podLabels": {"a": 1}}),
+    ("podLabels", {"podLabels": {"a": "two words"}}),
+    ("a b", {"nodeSelector": {"a b": "c"}}),
+    ("env", {"env": [{"name": "A", "value": 1}]}),
+    ("env", {"env": [{"name": "A=B"}]}),
+    ("env", {"env": [{"name": "A", "value": "1", "valueFrom": {}}]}),
+    ("env has A twice", {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}),
+    ("POD_IP", {"env": [{"name": "POD_IP", "value": "1"}]}),
+    ("HF_TOKEN", {"env": [{"name": "HF_TOKEN", "value": "1"}], "hfTokenSecret": "hub"}),
+    ("apiKeySecret", {"apiKeySecret": "my secret"}),
+    ("serviceAccountName", {"serviceAccountName": "-a"}),
+    ("servedModelNames", {"servedModelNames": [""]}),
+    ("servedModelNames", {"servedModelNames": ["--port=9"]}),
+    ("servedModelNames", {"servedModelNames": ["a", "a"]}),
+    ("model", {"model": "--port=9"}),
+    ("value port", {"args": ["--port=9"]}),
+    ("value port", {"args": ["--max-model-len", "9", "--port", 9]}),
+    ("value apiKeySecret", {"args": ["--api-key=secret"]}),
+    ("value nodes", {"args": ["--headless"]}),
+    ("value servedModelNames", {"args": ["--served-model-name=b"], "servedModelNames": ["a"]}),
+    ("value kvEvents", {"args": ["--kv-events-config={}"], "kvEvents": {"enabled": True}}),
+    ("interval", {"podMonitor": {"enabled": True, "interval": "15"}}),
+    ("interval", {"podMonitor": {"enabled": True, "interval": "0s"}}),
+    ("extraVolumes has cache", {"extraVolumes": [{"name": "cache", "emptyDir": {}}]}),
+    ("extraVolumes has a twice", {"extraVolumes": 2 * [{"name": "a", "emptyDir": {}}]}),
+    ("extraVolumes", {"extraVolumes": [{"name": "My_models", "emptyDir": {}}]}),
+    ("extraVolumes", {"extraVolumes": [{"name": "a"}]}),
+    ("extraVolumeMounts has a", {"extraVolumeMounts": [{"name": "a", "mountPath": "/a"}]}),
+    ("/cache", {"extraVolumeMounts": [{"name": "cache", "mountPath": "/cache/"}]}),
+    ("mountPath", {"extraVolumeMounts": [{"name": "cache", "mountPath": "models"}]}),
+    ("startupSeconds", {"startupSeconds": 0}),
+    ("shutdownSeconds", {"shutdownSeconds": -1}),
+]
+"""What an error names, and values."""
+
+
+@pytest.mark.parametrize(("name", "values"), REFUSED, ids=json.dumps)
+def test_values_that_cannot_be_meant_are_refused(name: str, values: dict[str, Any]) -> None:
     from helm_python import HelmError
 
-    with pytest.raises(HelmError):
+    with pytest.raises(HelmError, match=re.escape(name)):
         rendered(**values)
+
+
+def test_flags_that_the_chart_leaves_to_arguments_reach_the_server() -> None:
+    args = ["--served-model-name=a", "--kv-events-config={}", "--enable-admin-routes", "--headless-x", "--ported"]
+    (workload,) = [one for one in rendered(args=args) if one["kind"] == "Deployment"]
+    assert workload["spec"]["template"]["spec"]["containers"][0]["args"][-len(args) :] == args
 
 
 def test_the_chart_passes_helms_own_linter() -> None:

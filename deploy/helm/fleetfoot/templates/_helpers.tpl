@@ -190,3 +190,64 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 {{- end -}}
+
+{{/* Values that contradict each other, or what the chart makes of them. */}}
+{{- define "fleetfoot.checks" -}}
+{{- $values := .Values -}}
+{{- $flags := dict "host" "(the address of the pod)" "port" "port" "shutdown-timeout" "shutdownSeconds" "nnodes" "nodes" "node-rank" "nodes" "master-addr" "nodes" "headless" "nodes" "api-key" "apiKeySecret" "admin-key" "adminKeySecret" -}}
+{{- if $values.model -}}{{- $_ := set $flags "model" "model" -}}{{- end -}}
+{{- if $values.servedModelNames -}}{{- $_ := set $flags "served-model-name" "servedModelNames" -}}{{- end -}}
+{{- if $values.kvEvents.enabled -}}{{- $_ := set $flags "kv-events-config" "kvEvents" -}}{{- end -}}
+{{- range $values.args -}}
+{{- $flag := toString . | splitList "=" | first -}}
+{{- $name := trimPrefix "--" $flag -}}
+{{- if and (ne $name $flag) (hasKey $flags $name) -}}
+{{- fail (printf "args has %q, which the chart sets; use the value %s" (toString .) (get $flags $name)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- $used := list "POD_IP" "VLLM_NIXL_SIDE_CHANNEL_HOST" -}}
+{{- range $name, $secret := dict "FLEETFOOT_API_KEY" "apiKeySecret" "FLEETFOOT_ADMIN_KEY" "adminKeySecret" "FLEETFOOT_CLUSTER_KEY" "clusterKeySecret" "HF_TOKEN" "hfTokenSecret" -}}
+{{- if get $values $secret -}}{{- $used = append $used $name -}}{{- end -}}
+{{- end -}}
+{{- range $values.env -}}
+{{- if has .name $used -}}{{- fail (printf "env has %s twice, or the chart sets it" .name) -}}{{- end -}}
+{{- $used = append $used .name -}}
+{{- end -}}
+
+{{- $volumes := list "cache" "shared-memory" -}}
+{{- range $values.extraVolumes -}}
+{{- if has .name $volumes -}}{{- fail (printf "extraVolumes has %s twice, or it is a volume of the chart" .name) -}}{{- end -}}
+{{- $volumes = append $volumes .name -}}
+{{- end -}}
+{{- $paths := list "/cache" "/dev/shm" -}}
+{{- range $values.extraVolumeMounts -}}
+{{- if not (has .name $volumes) -}}{{- fail (printf "extraVolumeMounts has %s, and extraVolumes has not" .name) -}}{{- end -}}
+{{- $path := clean .mountPath -}}
+{{- if has $path $paths -}}{{- fail (printf "extraVolumeMounts has %s twice, or the chart mounts it" $path) -}}{{- end -}}
+{{- $paths = append $paths $path -}}
+{{- end -}}
+
+{{- range $name, $amounts := $values.resources -}}
+{{- if and (kindIs "map" $amounts) (hasKey $amounts $values.gpuResource) -}}
+{{- fail (printf "resources.%s has %s; use the value gpus" $name $values.gpuResource) -}}
+{{- end -}}
+{{- end -}}
+{{- with $values.cache -}}
+{{- if and .existingClaim (or .size .storageClass) -}}
+{{- fail (printf "cache.existingClaim is %s, and cache.size and cache.storageClass are of a claim to make" .existingClaim) -}}
+{{- end -}}
+{{- if and .storageClass (not .size) -}}{{- fail (printf "cache.storageClass is %s, and cache.size is empty" .storageClass) -}}{{- end -}}
+{{- end -}}
+{{- if and $values.autoscaling.enabled (gt (int $values.autoscaling.minReplicas) (int $values.autoscaling.maxReplicas)) -}}
+{{- fail (printf "autoscaling.minReplicas is %d, above autoscaling.maxReplicas %d" (int $values.autoscaling.minReplicas) (int $values.autoscaling.maxReplicas)) -}}
+{{- end -}}
+{{- with $values.kvEvents -}}
+{{- if and .enabled (or (eq (int .port) (int .replayPort)) (has (int $values.port) (list (int .port) (int .replayPort)))) -}}
+{{- fail "port, kvEvents.port and kvEvents.replayPort must be three different ports of the pod" -}}
+{{- end -}}
+{{- end -}}
+{{- if and (gt (int $values.nodes) 1) (not $values.clusterKeySecret) -}}
+{{- fail "clusterKeySecret is empty, and nodes is above 1: machines prove a common secret to each other" -}}
+{{- end -}}
+{{- end -}}
