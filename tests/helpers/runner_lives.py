@@ -300,9 +300,11 @@ def live(
     """Run `requests_of` to their end, with ``depth`` steps queued ahead; ``expected`` scripts the drafter."""
     scheduler = scheduler or make_scheduler(0 if drafter is None else NUM_DRAFTS)
     lives: dict[str, Life] = {}
+    requests: dict[int, Request] = {}
     for request in requests_of(params, prompts):
         lives[request.request_id] = Life()
         scheduler.add_request(request)
+        requests[request.sequence_number] = request
 
     def script_and_execute(output: SchedulerOutput) -> PendingOutput:
         for new in output.new_requests:
@@ -312,10 +314,9 @@ def live(
 
     for step in run_steps(scheduler, script_and_execute, depth=depth):
         for result in step.results:
-            life = lives[result.request.request_id]
-            life.token_ids = list(result.request.token_ids)
-            packed = step.output.logprobs.get(result.index, [])[: len(result.new_token_ids)]
-            life.logprobs += map(RowLogprobs.unpack, packed)
+            life = lives[requests[result.number].request_id]
+            life.token_ids = list(requests[result.number].token_ids)
+            life.logprobs += map(RowLogprobs.unpack, (result.logprobs or [])[: len(result.new_token_ids)])
     return lives
 
 

@@ -33,13 +33,12 @@ from fleetfoot.engine.wire import (
     Ready,
     Refused,
     Reply,
-    SequenceEnd,
     Stop,
-    Tokens,
     decode_as,
 )  # fmt: skip
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.records.step import EngineOutput, SequenceEnd
 from fleetfoot.sampling.request_params import request_seed
 from fleetfoot.server.engine_group import MAX_LOST, STUCK_S, EngineGroup, GroupLink
 from fleetfoot.server.own_engine import WINDOW_S, OwnEngine, OwnEngineLink, RestartLimit
@@ -84,7 +83,7 @@ class PlayedEngine:
     def generate(self, request: EngineRequest, *tokens: int, end: RequestStatus | None = None, **fields: Any) -> None:
         """Send tokens of the request's first sequence."""
         last = None if end is None else SequenceEnd(int(end), None, 0, 0, 0, 0.0, fields.get("transfer"), None)
-        self.send(Outputs(0.0, [Tokens(request.number, list(tokens), end=last)]))
+        self.send(Outputs(0.0, [EngineOutput(request.number, list(tokens), end=last)]))
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -219,7 +218,7 @@ async def test_sequences_continue_where_they_were() -> None:
     async with played(1, 2) as (client, (_, first, second)):
         stream = await client.submit([5, 6, 7], params, "r", 0)
         request = await first.next()
-        first.send(Outputs(0.0, [Tokens(request.number, [1, 2]), Tokens(request.number + 1, [3])]))
+        first.send(Outputs(0.0, [EngineOutput(request.number, [1, 2]), EngineOutput(request.number + 1, [3])]))
         first.generate(request, 4, end=RequestStatus.FINISHED_STOPPED)
         tokens = [[], []]
         while sum(map(len, tokens)) < 4:
@@ -229,7 +228,7 @@ async def test_sequences_continue_where_they_were() -> None:
         again = await second.next()
         assert (again.number, again.resumed, again.kv_transfer_params) == (request.number, [None, [3]], None)
         end = SequenceEnd(int(RequestStatus.FINISHED_LENGTH), None, 0, 0, 0, 0.0, None, None)
-        second.send(Outputs(0.0, [Tokens(request.number + 1, [5], end=end)]))
+        second.send(Outputs(0.0, [EngineOutput(request.number + 1, [5], end=end)]))
         async for output in stream:
             for completion in output.outputs:
                 tokens[completion.index] += completion.token_ids
@@ -243,7 +242,7 @@ async def test_default_seeds_are_those_of_the_engine_that_is_lost() -> None:
         stream = await client.submit([5, 6, 7], params, "r", 0)
         request = await first.next()
         assert request.seed_number is None
-        first.send(Outputs(0.0, [Tokens(request.number, [1], seed_number=41)]))
+        first.send(Outputs(0.0, [EngineOutput(request.number, [1], seed_number=41)]))
         assert (await anext(stream)).outputs[0].token_ids == [1]
         first.close()
         again = await second.next()

@@ -11,8 +11,9 @@ from tests.helpers.streams import async_test
 from tests.unit.test_engine_group import FACTS, PARAMS, PlayedEngine
 
 from fleetfoot.engine.client import EngineClient
-from fleetfoot.engine.wire import Call, Held, Reply, Tokens
+from fleetfoot.engine.wire import Call, Held, Reply
 from fleetfoot.engine.wire import Outputs as Step
+from fleetfoot.records.step import EngineOutput
 from fleetfoot.server.liveness import HEALTH_S, HOLD_S, LONG_STEP_S, Liveness, cpu_use
 
 
@@ -63,7 +64,7 @@ async def test_without_a_step_for_ten_seconds() -> None:
         watched.pass_time(1)
         assert watched.liveness.problem.startswith("the engine has taken no step for 10 s")
         assert "1 requests of this server wait" in watched.liveness.problem
-        watched.engine.send(Step(0.0, [Tokens(request.number, [7])]))  # type: ignore[attr-defined]
+        watched.engine.send(Step(0.0, [EngineOutput(request.number, [7])]))  # type: ignore[attr-defined]
         await watched.arrives()
         assert watched.liveness.problem == ""
 

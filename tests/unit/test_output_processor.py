@@ -6,7 +6,6 @@ import copy
 import pickle
 from array import array
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,9 +17,9 @@ from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.outputs import Logprob
-from fleetfoot.records.request import FINISH_REASONS, RequestStatus
+from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.records.step import EngineOutput, RowLogprobs
+from fleetfoot.records.step import EngineOutput, RowLogprobs, SequenceEnd
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_path(embedded_model_path())
@@ -52,11 +51,7 @@ def run(
     processor = OutputProcessor(TOKENIZER, lambda *_: None, stats)
     params = SamplingParams(output_kind=kind, detokenize=detokenize, max_tokens=100, logprobs=num_top)
     request = EngineRequest("r", None, array("i", [5, 200]), params, [], None, 100, 0, None, 0.0)
-    sequence: Any = SimpleNamespace(
-        request_id="r", status=RequestStatus.RUNNING, is_finished=False, finish_reason=None, stop_reason=None,
-        num_cached_tokens=1, num_drafted=0, num_accepted=0, scheduled_ts=0.5, kv_transfer_output=None,
-    )  # fmt: skip
-    processor.add(request, [sequence], 1.0)
+    processor.add(request, {5: None}, 1.0)
     if is_general:
         state = processor._requests["r"]
         state.is_single_delta = state.sequences[0].is_fast = False
@@ -64,11 +59,13 @@ def run(
     for place, steps in enumerate(calls):
         if place == change:
             processor.change_weights(1)
-        made = [EngineOutput(sequence, list(tokens), 0, packed_logprobs(tokens, num_top)) for tokens in steps]
+        made = [EngineOutput(5, list(tokens), packed_logprobs(tokens, num_top)) for tokens in steps]
+        if not place:
+            made[0].num_cached_tokens, made[0].scheduled_ts = 1, 0.5
         outputs += processor.process(made, 2.0 + place)
-    sequence.status, sequence.is_finished = RequestStatus.FINISHED_LENGTH, True
-    sequence.finish_reason = FINISH_REASONS[sequence.status]
-    outputs += processor.process([EngineOutput(sequence, [7], 0, packed_logprobs([7], num_top))], 99.0)
+    end = SequenceEnd(int(RequestStatus.FINISHED_LENGTH), None, 1, 0, 0, 0.5, None, None)
+    outputs += processor.process([EngineOutput(5, [7], packed_logprobs([7], num_top), end=end)], 99.0)
+    assert all((output.num_cached_tokens, output.metrics.scheduled_ts) == (1, 0.5) for output in outputs)
     return outputs, list(stats.itl), stats.num_generation_tokens
 
 

@@ -65,7 +65,7 @@ def draft_counts(output: SchedulerOutput) -> tuple[int, int, list[int]]:
 
 def test_proposed_drafts_are_verified_by_the_next_step() -> None:
     scheduler = scheduler_of()
-    scheduler.add_request(request_of("a"))
+    scheduler.add_request(request := request_of("a"))
     output = schedule(scheduler)
     assert draft_counts(output) == (0, 3, [5])
     assert output.new_requests[0].max_total_tokens == 25
@@ -75,8 +75,8 @@ def test_proposed_drafts_are_verified_by_the_next_step() -> None:
     assert output.total_num_scheduled_tokens == 4
     (result,) = update(scheduler, output, [1, 2])
     assert result.new_token_ids == [1, 2]
-    assert (result.request.num_computed, result.request.num_tokens) == (7, 8)
-    assert result.request.output_token_ids == [7, 1, 2]
+    assert (request.num_computed, request.num_tokens) == (7, 8)
+    assert request.output_token_ids == [7, 1, 2]
 
 
 def test_a_controller_turns_drafts_on_and_off() -> None:

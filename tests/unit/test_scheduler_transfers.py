@@ -8,7 +8,14 @@ from tests.helpers import schedulers
 from tests.helpers.fake_connector import ScriptedConnector
 
 from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.step import EngineOutput, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput, TransferFailure
+from fleetfoot.records.step import (
+    EngineOutput,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SequenceEnd,
+    TransferFailure,
+)
 from fleetfoot.scheduler.scheduler import Scheduler
 
 LOADING = RequestStatus.LOADING
@@ -145,9 +152,9 @@ def test_a_connector_that_matches_what_cannot_be(matched: int) -> None:
 
 def test_a_load_that_failed_is_computed_and_not_tried_again() -> None:
     a = request_of("a")
-    scheduler, connector = world(ScriptedConnector({"a": 8}), a, request_of("b", prompt=3))
+    scheduler, connector = world(ScriptedConnector({"a": 8}), a, b := request_of("b", prompt=3))
     _, (result,) = step(scheduler, failed=FAILED)
-    assert result.request.request_id == "b"
+    assert result.number == b.sequence_number
     assert (a.status, a.block_ids, a.num_computed) == (RequestStatus.WAITING, [], 0)
     output, _ = step(scheduler)
     assert output.num_scheduled_tokens == [1, 9]
@@ -161,7 +168,7 @@ def test_a_load_that_failed_fails_its_request_if_it_is_to() -> None:
     a = request_of("a")
     scheduler, connector = world(ScriptedConnector({"a": 8}), a, kv_load_failure_policy="fail")
     _, (result,) = step(scheduler, failed={"a": TransferFailure("60 s are over", timed_out=True)})
-    assert (result.request, result.new_token_ids, result.index) == (a, [], -1)
+    assert (result.number, result.new_token_ids, result.end) == (a.sequence_number, [], SequenceEnd.of(a))
     assert (a.finish_reason, a.stop_reason) == ("error", "its KV could not be loaded: 60 s are over")
     assert not scheduler.has_unfinished
     assert connector.of("finished") == [("a", "error", 3, 9)]
@@ -294,7 +301,9 @@ def test_an_invalid_token_of_a_preempted_request() -> None:
     assert b.status is RequestStatus.PREEMPTED
     update(scheduler, outputs[0])
     results = scheduler.update(outputs[1], ModelRunnerOutput([[7], [7]], invalid={1: "NaN"}))
-    assert [(result.request.request_id, result.new_token_ids) for result in results] == [("a", [7]), ("b", [])]
+    numbers = [a.sequence_number, b.sequence_number]
+    assert [(result.number, result.new_token_ids) for result in results] == [(numbers[0], [7]), (numbers[1], [])]
+    assert [result.end for result in results] == [None, SequenceEnd.of(b)]
     assert (b.finish_reason, b.output_token_ids) == ("error", [7])
     scheduler.check_integrity()
 
@@ -303,7 +312,7 @@ def test_blocks_stay_held_until_they_are_sent() -> None:
     a = request_of("a", prompt=9, max_tokens=1)
     scheduler, _ = world(ScriptedConnector(holds={"a"}, params={"from": "a"}), a)
     _, (result,) = step(scheduler)
-    assert result.request.kv_transfer_output == {"from": "a"}
+    assert result.end.kv_transfer_output == {"from": "a"}
     assert a.block_ids == []
     assert not scheduler.has_unfinished
     scheduler.check_idle()

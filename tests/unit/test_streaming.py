@@ -18,10 +18,11 @@ from starlette.types import Message
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.client import EngineClient, OutputStream
 from fleetfoot.engine.link import merge_steps
-from fleetfoot.engine.wire import EngineMessage, Outputs, Ready, Reply, SequenceEnd, Tokens
+from fleetfoot.engine.wire import EngineMessage, Outputs, Ready, Reply
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.records.step import EngineOutput, SequenceEnd
 from fleetfoot.server.service import RequestOutputs
 from fleetfoot.server.streaming import EXTENSION, BodyWriter, PushedEvents, iterate
 from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -177,7 +178,7 @@ def test_an_error_is_the_last_event_and_aborts_the_rest() -> None:
 
 def test_outputs_of_consecutive_steps_are_merged_up_to_a_change_of_the_weights() -> None:
     def outputs(number: int, version: int = 0) -> Outputs:
-        return Outputs(float(number), [Tokens(number, [number])], version)
+        return Outputs(float(number), [EngineOutput(number, [number])], version)
 
     messages: list[EngineMessage] = [outputs(1), outputs(2), Reply(9), outputs(3), outputs(4, 1), outputs(5, 1)]
     merged: list[Any] = list(merge_steps(messages))
@@ -237,7 +238,7 @@ def test_tokens_of_many_steps_at_once(tmp_path: Path) -> None:
             for _ in streams:
                 await asyncio.to_thread(engine.recv_multipart)
             for token_id, end in zip(ids, ends, strict=True):
-                send(Outputs(0.0, [Tokens(number, [token_id], end=end) for number in range(4)]))
+                send(Outputs(0.0, [EngineOutput(number, [token_id], end=end) for number in range(4)]))
             results = [[output async for output in stream] for stream in streams]
             client.close()
             return results

@@ -28,14 +28,13 @@ def clock() -> Clock:
 
 @pytest.fixture
 def engine(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = scripted_engine(ScriptedExecutor(), clock=clock, num_blocks=24, max_num_batched_tokens=16)
-    made.output_processor.queued_ts = lambda name: clock.now - 1.5
-    return made
+    return scripted_engine(ScriptedExecutor(), clock=clock, num_blocks=24, max_num_batched_tokens=16)
 
 
 def add(engine: Any, name: str, length: int, max_tokens: int = 4) -> None:
     prompt = {"prompt_token_ids": [5 + (7 * place + len(name)) % 90 for place in range(length)]}
     engine.add_request(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True))
+    engine.core.scheduler.requests[name].queued_ts = engine.core.clock.now - 1.5
 
 
 def test_steps_are_kept_while_somebody_looks(engine: Any, clock: Clock) -> None:

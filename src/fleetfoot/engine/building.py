@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.engine.core import EngineCore
@@ -55,7 +56,8 @@ def build_core(plan: EnginePlan, executor: Executor, masks: MaskMemory) -> Engin
     """The loop over a new scheduler and an executor that has started. Raises ValueError as `make_connectors`."""
     masker = TokenMasker(masks, num_mask_processes(plan.device))
     connectors = enumerate(make_connectors(plan))
-    schedulers = [_build_scheduler(plan, executor.layout, connector, rank) for rank, connector in connectors]
+    numbers = count()
+    schedulers = [_build_scheduler(plan, executor.layout, connector, rank, numbers) for rank, connector in connectors]
     scheduler: AnyScheduler = schedulers[0]
     if len(schedulers) > 1:
         scheduler = SchedulerOfRanks(schedulers, plan.capture_table.agree)
@@ -86,7 +88,9 @@ def start_again(plan: EnginePlan, masks: MaskMemory) -> tuple[Executor, Schedule
         raise
 
 
-def _build_scheduler(plan: EnginePlan, layout: KVLayout, own_connector: SchedulerConnector, rank: int) -> Scheduler:
+def _build_scheduler(
+    plan: EnginePlan, layout: KVLayout, own_connector: SchedulerConnector, rank: int, numbers: Iterator[int]
+) -> Scheduler:
     config, num_drafts, connector = plan.config, plan.drafter.num_drafts, plan.connector
     events: KVEvents = NO_KV_EVENTS
     if config.kv_events_config is not None and config.kv_events_config.is_active:
@@ -116,6 +120,7 @@ def _build_scheduler(plan: EnginePlan, layout: KVLayout, own_connector: Schedule
         controller=controller,
         weights="" if connector is None else engine_fingerprint(plan),
         events=events,
+        numbers=numbers,
     )
 
 

@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -24,38 +23,13 @@ from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import PoolingRequestOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
-from fleetfoot.records.request import FINISH_REASONS, RequestStatus
+from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.records.step import EngineOutput
 from fleetfoot.records.structured_outputs import as_structured_outputs
 from fleetfoot.structured.compiler import TIMEOUT_S, GrammarChecker
 from fleetfoot.structured.trial import GrammarTrial
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 from fleetfoot.utils.validation import FieldError
-
-
-@dataclass(slots=True, eq=False)
-class _RemoteSequence:
-    """What an `OutputProcessor` reads of a sequence that another process generates."""
-
-    request_id: str
-    number: int
-    status: RequestStatus = RequestStatus.RUNNING
-    stop_reason: int | str | None = None
-    num_cached_tokens: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    scheduled_ts: float = 0.0
-    kv_transfer_output: dict[str, Any] | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status >= RequestStatus.FINISHED_STOPPED
-
-    @property
-    def finish_reason(self) -> str | None:
-        return FINISH_REASONS.get(self.status)
-
 
 _PART = 64
 """Sequences whose tokens are processed at a time, a few milliseconds."""
@@ -167,7 +141,7 @@ class EngineClient:
         self._link: Link = EngineLink(engine) if isinstance(engine, str) else engine
         self._numbers = count()
         self._streams: dict[str, OutputStream] = {}
-        self._sequences: dict[int, _RemoteSequence] = {}
+        self._open: set[int] = set()  # numbers of sequences that the engine has
         self._counts: Counter[str] = Counter()  # of the streams, by owner
         self._request_ids: dict[int, str] = {}  # the first sequence's number -> the request's id
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -355,13 +329,12 @@ class EngineClient:
         request.flow, request.session, request.rank = flow, session, rank
         first = next(self._numbers)
         numbers = [first, *(next(self._numbers) for _ in range(request.params.n - 1))]
-        sequences: list[Any] = [_RemoteSequence(f"{request_id}/{number}", number) for number in numbers]
-        self._sequences.update(zip(numbers, sequences, strict=True))
+        self._open.update(numbers)
         stream = self._streams[request_id] = OutputStream(self, request_id, request.params.output_kind, owner)
         stream.params = request.pooling_params or request.params
         self._counts[owner] += 1
         self._request_ids[first] = request_id
-        self._outputs.add(request, sequences, time.perf_counter())
+        self._outputs.add(request, dict.fromkeys(numbers), time.perf_counter())
         request.number, request.prompt = first, None  # the engine reads tokens alone
         self._send(request)
         return stream
@@ -380,13 +353,17 @@ class EngineClient:
         the limits."""
         return self._trial.run(grammar, TIMEOUT_S)
 
-    def _finish(self, sequence_id: str, status: RequestStatus, stop_reason: str | None = None) -> None:
+    def _finish(self, sequence: Any, status: RequestStatus, stop_reason: str | None = None) -> None:
         """Called by the output processor for a stop string, and for an abort."""
-        number = int(sequence_id.rpartition("/")[2])
-        if self._sequences.pop(number, None) is not None:
-            self._request_ids.pop(number, None)
-            if self._cause is None:
-                self._send(wire.Finish(number, int(status), stop_reason))
+        if self._forget(sequence.number) and self._cause is None:
+            self._send(wire.Finish(sequence.number, int(status), stop_reason))
+
+    def _forget(self, number: int) -> bool:
+        """A sequence has ended. Returns whether the engine has it."""
+        self._request_ids.pop(number, None)
+        was_open = number in self._open
+        self._open.discard(number)
+        return was_open
 
     def discard(self, request_id: str, stream: OutputStream) -> None:
         """Abort a request without a last output."""
@@ -438,32 +415,15 @@ class EngineClient:
         if message.weight_version != self._weight_version:
             self._weight_version = message.weight_version
             self._outputs.change_weights(message.weight_version)
-        sequences = self._sequences
-        outputs = (
-            self._engine_output(sequence, tokens)
-            for tokens in message.tokens
-            if (sequence := sequences.get(tokens.number)) is not None  # else it was aborted, or has a stop string
-        )
-        for output in self._outputs.process(outputs, message.now):
+        for tokens in message.tokens:
+            if tokens.end is not None:
+                self._forget(tokens.number)
+        for output in self._outputs.process(message.tokens, message.now):
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.put(output)
                 if output.finished:
                     self._remove(output.request_id)
-
-    def _engine_output(self, sequence: _RemoteSequence, tokens: wire.Tokens) -> EngineOutput:
-        request: Any = sequence
-        if tokens.num_cached_tokens >= 0:
-            sequence.num_cached_tokens = tokens.num_cached_tokens
-        output = EngineOutput(request, tokens.token_ids, 0, tokens.logprobs, tokens.prompt_logprobs)
-        if (end := tokens.end) is not None:
-            sequence.status, sequence.stop_reason = RequestStatus(end.status), end.stop_reason
-            sequence.num_cached_tokens, sequence.scheduled_ts = end.num_cached_tokens, end.scheduled_ts
-            sequence.num_drafted, sequence.num_accepted = end.num_drafted, end.num_accepted
-            sequence.kv_transfer_output, output.pooled = end.kv_transfer_output, end.pooled
-            del self._sequences[sequence.number]
-            self._request_ids.pop(sequence.number, None)
-        return output
 
     def _refuse(self, message: wire.Refused) -> None:
         request_id = self._request_ids.pop(message.number, None)

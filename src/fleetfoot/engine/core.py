@@ -123,6 +123,7 @@ class EngineCore:
         for new in scheduler_output.new_requests:
             request = self.scheduler.requests[new.request_id]
             request.scheduled_ts = request.scheduled_ts or scheduled
+            self.watch.begin(request, scheduled)
         return scheduler_output, self._queue(scheduler_output, began, scheduled, before_update)
 
     def _queue(
@@ -164,7 +165,7 @@ class EngineCore:
             found.append(masks)
             for request, reason in failed:
                 self.scheduler.finish(request.request_id, RequestStatus.FINISHED_UNFIT, reason)
-                outputs.append(EngineOutput(request, [], -1))
+                outputs.append(EngineOutput.last(request))
         present = [masks for masks in found if masks is not None]
         if len(found) == 1 or not present:
             return found[0]

@@ -206,15 +206,16 @@ class LLMEngine(HoldCalls, EngineCalls):
             EngineDeadError: the engine has failed or was shut down.
         """
         self._check_alive()
-        sequences = self.input_processor.make_requests(request)
+        sequences, now = self.input_processor.make_requests(request), self._clock()
         for index, sequence in enumerate(sequences):
+            sequence.queued_ts = now
             try:
                 self.core.scheduler.add_request(sequence)
             except ValueError:
                 for added in sequences[:index]:
                     self.core.scheduler.finish(added.request_id, RequestStatus.FINISHED_ABORTED)
                 raise
-        self.output_processor.add(request, sequences, self._clock())
+        self.output_processor.add(request, {one.sequence_number: one for one in sequences}, now)
         self.stats_collector.num_prompt_tokens += len(request.prompt_token_ids)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -230,7 +231,9 @@ class LLMEngine(HoldCalls, EngineCalls):
                 with self._restarts.deferring():
                     self.core.scheduler.transfers.evict(request_id)
 
-    def _finish(self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None) -> None:
+    def _finish(self, sequence: Any, status: RequestStatus, stop_reason: int | str | None = None) -> None:
+        """End a sequence of the output processor."""
+        request_id = sequence.request.request_id
         with self._restarts.deferring():
             ended = self.core.scheduler.finish(request_id, status, stop_reason)
             if ended is None and status is RequestStatus.FINISHED_ABORTED:  # it had ended before, in this step
@@ -295,7 +298,7 @@ class LLMEngine(HoldCalls, EngineCalls):
             outputs = self.pop_aborted()
             engine_outputs = self._restarts.step(self._advance, before_update)
             if engine_outputs is not None:
-                if any(output.request.is_finished for output in engine_outputs):
+                if any(output.end is not None for output in engine_outputs):
                     before_update()  # an abort that has come during the update wins over the last token
                 outputs += self.output_processor.process(engine_outputs, self._clock())
                 with self._restarts.deferring():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,9 @@ from fleetfoot.outputs import (
     SampledLogprobs,
     logprob_dict,
 )
-from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.request import FINISH_REASONS, Request, RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind
-from fleetfoot.records.step import EngineOutput, PackedLogprobs, RowLogprobs
+from fleetfoot.records.step import EngineOutput, PackedLogprobs, RowLogprobs, SequenceEnd
 from fleetfoot.tokenizer.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 NO_METRICS = RequestMetrics()
-RUNNING = RequestStatus.RUNNING
 FINAL_ONLY, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 _FIRST_LOGPROB = struct.Struct("=f")
 """Reads the first logprob of `PackedLogprobs`."""
@@ -39,7 +38,9 @@ class _Sequence:
     """Output of one of a request's ``n`` sequences."""
 
     index: int
-    request: Request
+    number: int
+    request: Request | None
+    """None: another process computes it."""
     state: _RequestState
     text: TextStream
     is_fast: bool
@@ -49,6 +50,9 @@ class _Sequence:
     total_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    end: SequenceEnd | None = None
+    num_cached_tokens: int = 0
+    scheduled_ts: float = 0.0
     last_token_ts: float = 0.0
     num_returned: int = 0
     """Tokens in earlier deltas."""
@@ -85,7 +89,8 @@ class OutputProcessor:
 
     Args:
         tokenizer: None if the engine runs on token ids only; texts are then empty.
-        finish: `Scheduler.finish`; called for a stop string in the text, and for an abort.
+        finish: called with a sequence that ends before its last token, its status and its stop string: for a stop
+            string in the text, and for an abort.
         has_metrics: whether outputs of unfinished requests have metrics.
     """
 
@@ -104,13 +109,13 @@ class OutputProcessor:
         self._stats = stats
         self._weight_version = 0
         self._requests: dict[str, _RequestState] = {}
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[int, _Sequence] = {}
 
-    def add(self, request: EngineRequest, sequences: list[Request], now: float) -> None:
+    def add(self, request: EngineRequest, sequences: Mapping[int, Request | None], now: float) -> None:
         """Add a request.
 
         Args:
-            sequences: one for each of its ``n`` outputs.
+            sequences: those of its ``n`` outputs by their numbers; None for what another process computes.
             now: seconds of a monotonic clock.
         """
         params, kind = request.params, request.params.output_kind
@@ -120,7 +125,7 @@ class OutputProcessor:
         is_delta = kind is DELTA and len(sequences) == 1 and is_plain
         state = _RequestState(request, request.prompt, kind, detokenize, now, len(sequences), is_delta, prompt_logprobs)
         self._requests[request.request_id] = state
-        for index, sequence in enumerate(sequences):
+        for index, (number, sequence) in enumerate(sequences.items()):
             text = TextStream(
                 self._tokenizer,
                 request.prompt_token_ids,
@@ -132,9 +137,10 @@ class OutputProcessor:
                 min_tokens=params.min_tokens,
             )
             logprobs = SampledLogprobs(self._decode)
-            state.sequences.append(_Sequence(index, sequence, state, text, is_plain and not params.stop, logprobs))
+            is_fast = is_plain and not params.stop
+            state.sequences.append(_Sequence(index, number, sequence, state, text, is_fast, logprobs))
             state.sequences[-1].versions.append((0, self._weight_version))
-            self._sequences[sequence.request_id] = state.sequences[-1]
+            self._sequences[number] = state.sequences[-1]
 
     @property
     def num_unfinished(self) -> int:
@@ -148,17 +154,14 @@ class OutputProcessor:
     def has(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def queued_ts(self, sequence_id: str) -> float | None:
-        """When a sequence's request was added; None: it has ended."""
-        sequence = self._sequences.get(sequence_id)
-        return None if sequence is None else sequence.state.queued_ts
-
     def resumed(self) -> list[Request]:
         """The unfinished sequences, to be computed on. Tokens of theirs that no output has are dropped: the step that
         sampled them has failed."""
-        requests = [sequence.request for sequence in self._sequences.values()]
+        requests = []
         for sequence in self._sequences.values():
+            assert sequence.request is not None
             del sequence.request.output_token_ids[len(sequence.token_ids) :]
+            requests.append(sequence.request)
         return sorted(requests)
 
     def process(self, outputs: Iterable[EngineOutput], now: float) -> list[RequestOutput]:
@@ -175,12 +178,11 @@ class OutputProcessor:
         sequences, sample_itl = self._sequences, self._stats.itl.append
         num_tokens = 0
         for output in outputs:
-            request = output.request
-            sequence = sequences.get(request.request_id)
+            sequence = sequences.get(output.number)
             if sequence is None:
-                continue  # ended by a stop string while this step was in flight
+                continue  # ended by a stop string or an abort while this step was in flight
             new_token_ids = output.new_token_ids
-            if sequence.is_fast and sequence.last_token_ts and request.status is RUNNING:
+            if sequence.is_fast and sequence.last_token_ts and output.end is None:
                 num_tokens += len(new_token_ids)
                 sequence.token_ids += new_token_ids
                 if output.logprobs is not None:
@@ -214,7 +216,7 @@ class OutputProcessor:
             self._finish(sequence, "abort", None)
         output = self._request_output(state)
         for sequence in unfinished:
-            self._finish_request(sequence.request.request_id, RequestStatus.FINISHED_ABORTED)
+            self._finish_request(sequence, RequestStatus.FINISHED_ABORTED)
         return output
 
     def change_weights(self, version: int) -> None:
@@ -228,14 +230,18 @@ class OutputProcessor:
 
     def _update(self, sequence: _Sequence, output: EngineOutput, now: float) -> int:
         """Returns the number of new tokens, without those after a stop string."""
-        request, new_token_ids = output.request, output.new_token_ids
+        new_token_ids, end = output.new_token_ids, output.end
+        if output.num_cached_tokens >= 0:
+            sequence.num_cached_tokens = output.num_cached_tokens
+        sequence.scheduled_ts = output.scheduled_ts or sequence.scheduled_ts
+        sequence.end = end
         if output.prompt_logprobs is not None:
             self._add_prompt_logprobs(sequence.state, *output.prompt_logprobs)
-        if output.pooled is not None:
-            sequence.state.pooled = output.pooled
+        if end is not None and end.pooled is not None:
+            sequence.state.pooled = end.pooled
             sequence.state.first_token_ts = sequence.last_token_ts = now  # of the result
         if new_token_ids:
-            new_token_ids = self._detokenize(sequence, new_token_ids)
+            new_token_ids = self._detokenize(sequence, new_token_ids, end)
             sequence.token_ids += new_token_ids
             state = sequence.state
             if sequence.last_token_ts:
@@ -248,21 +254,21 @@ class OutputProcessor:
                 self._add_logprobs(sequence, output.logprobs[: len(new_token_ids)])
             if sequence.text.stop_string is not None:
                 self._finish(sequence, "stop", sequence.text.stop_string)
-        if request.is_finished and sequence.finish_reason is None:
+        if end is not None and sequence.finish_reason is None:
             sequence.text.finish()
-            self._finish(sequence, request.finish_reason, request.stop_reason)
+            self._finish(sequence, FINISH_REASONS[RequestStatus(end.status)], end.stop_reason)
         return len(new_token_ids)
 
-    def _detokenize(self, sequence: _Sequence, new_token_ids: list[int]) -> list[int]:
+    def _detokenize(self, sequence: _Sequence, new_token_ids: list[int], end: SequenceEnd | None) -> list[int]:
         """Update the text. Returns the tokens that belong to the output: fewer if a stop string ended it."""
         if not sequence.state.detokenize:
             return new_token_ids
-        request = sequence.request
-        stop = sequence.text.push(new_token_ids, ends_with_stop_token=request.status == RequestStatus.FINISHED_STOPPED)
+        is_stop_token = end is not None and end.status == RequestStatus.FINISHED_STOPPED
+        stop = sequence.text.push(new_token_ids, ends_with_stop_token=is_stop_token)
         if stop is not None:
             new_token_ids = new_token_ids[: sequence.text.num_tokens_kept]
-            if not request.is_finished:
-                self._finish_request(request.request_id, RequestStatus.FINISHED_STOPPED, stop)
+            if end is None:
+                self._finish_request(sequence, RequestStatus.FINISHED_STOPPED, stop)
         return new_token_ids
 
     @staticmethod
@@ -279,7 +285,9 @@ class OutputProcessor:
 
     def _finish(self, sequence: _Sequence, reason: str | None, stop_reason: int | str | None) -> None:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
-        del self._sequences[sequence.request.request_id]
+        if sequence.end is None and sequence.request is not None:  # of a stop string, or an abort
+            sequence.end = SequenceEnd.of(sequence.request)
+        del self._sequences[sequence.number]
         state = sequence.state
         state.num_unfinished -= 1
         if not state.num_unfinished:
@@ -291,15 +299,16 @@ class OutputProcessor:
     def _metrics(state: _RequestState) -> RequestMetrics:
         """A new object for each output, so that earlier outputs do not change."""
         sequences = state.sequences
+        known = [counts for sequence in sequences if (counts := sequence.end or sequence.request) is not None]
         return RequestMetrics(
             arrival_time=state.request.arrival_time,
             queued_ts=state.queued_ts,
-            scheduled_ts=min([sequence.request.scheduled_ts for sequence in sequences]),
+            scheduled_ts=min([sequence.scheduled_ts for sequence in sequences]),
             first_token_ts=state.first_token_ts,
             last_token_ts=max([sequence.last_token_ts for sequence in sequences]),
             num_generation_tokens=sum([len(sequence.token_ids) for sequence in sequences]),
-            num_drafted_tokens=sum([sequence.request.num_drafted for sequence in sequences]),
-            num_accepted_tokens=sum([sequence.request.num_accepted for sequence in sequences]),
+            num_drafted_tokens=sum([counts.num_drafted for counts in known]),
+            num_accepted_tokens=sum([counts.num_accepted for counts in known]),
         )
 
     # --- outputs ------------------------------------------------------------------------------------------------------
@@ -321,8 +330,7 @@ class OutputProcessor:
             outputs=[delta],
             finished=False,
             metrics=self._metrics(state) if self._has_metrics else NO_METRICS,
-            num_cached_tokens=max(0, sequence.request.num_cached_tokens),
-            kv_transfer_params=sequence.request.kv_transfer_output,
+            num_cached_tokens=sequence.num_cached_tokens,
             weight_version=version,
         )
 
@@ -333,7 +341,7 @@ class OutputProcessor:
         if request.pooling_params is not None:
             return self._pooling_output(state)
         outputs = [self._completion(sequence, state) for sequence in state.sequences]
-        first = state.sequences[0].request
+        first = state.sequences[0]
         output = RequestOutput(
             request_id=request.request_id,
             prompt=state.prompt,
@@ -342,8 +350,8 @@ class OutputProcessor:
             finished=finished,
             prompt_logprobs=state.prompt_logprobs,
             metrics=state.metrics or (self._metrics(state) if self._has_metrics else NO_METRICS),
-            num_cached_tokens=max(0, first.num_cached_tokens),
-            kv_transfer_params=first.kv_transfer_output,
+            num_cached_tokens=first.num_cached_tokens,
+            kv_transfer_params=None if first.end is None else first.end.kv_transfer_output,
             weight_version=max([completion.weight_version for completion in outputs]),
         )
         if finished:
@@ -357,15 +365,15 @@ class OutputProcessor:
 
         shape, values = state.pooled or ([0], b"")
         data = torch.frombuffer(bytearray(values), dtype=torch.float32).reshape(shape) if values else torch.empty(shape)
-        request = state.sequences[0].request
+        sequence = state.sequences[0]
         output = PoolingRequestOutput(
             request_id=state.request.request_id,
             outputs=PoolingOutput(data),
             prompt_token_ids=state.prompt_token_ids or [],
-            num_cached_tokens=max(0, request.num_cached_tokens),
-            finish_reason=state.sequences[0].finish_reason,
-            stop_reason=state.sequences[0].stop_reason,
-            weight_version=state.sequences[0].versions[-1][1],
+            num_cached_tokens=sequence.num_cached_tokens,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            weight_version=sequence.versions[-1][1],
         )
         if state.metrics is not None:
             output.metrics = state.metrics
@@ -386,7 +394,7 @@ class OutputProcessor:
             stop_reason=sequence.stop_reason,
             weight_version=version,
             weight_versions=versions,
-            is_unfit=sequence.request.status == RequestStatus.FINISHED_UNFIT,
+            is_unfit=sequence.end is not None and sequence.end.status == RequestStatus.FINISHED_UNFIT,
         )
         OutputProcessor._set_logprobs(completion, sequence, begin)
         return completion

@@ -11,11 +11,11 @@ from typing import Any
 
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.stats import Histogram, StatsCollector
-from fleetfoot.engine.wire import Finish, Outputs, SequenceEnd, Tokens
+from fleetfoot.engine.wire import Finish, Outputs
 from fleetfoot.outputs import RequestMetrics
 from fleetfoot.records.kv_connector import READ_HISTOGRAMS
 from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.step import EngineOutput
+from fleetfoot.records.step import EngineOutput, SequenceEnd
 from fleetfoot.scheduler.stats import SchedulerStats
 
 _SECONDS = [step * 10.0**power for power in range(-3, 3) for step in (1, 2, 5)]
@@ -83,13 +83,11 @@ class _Route:
     name: str
     """The request's id."""
     arrival_time: float
-    queued_ts: float
     seed_number: int
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     num_sent: int = 0
     """Tokens."""
-    is_admission_sent: bool = False
 
 
 class OutputRouter:
@@ -101,8 +99,8 @@ class OutputRouter:
     def __init__(self, tokenizer: None, finish: Callable[..., object], stats: StatsCollector) -> None:
         self._stats = stats
         self._finish = finish
-        self._sequences: dict[str, _Route] = {}
-        self._numbers: dict[tuple[bytes, int], str] = {}
+        self._sequences: dict[int, _Route] = {}  # by `Request.sequence_number`
+        self._numbers: dict[tuple[bytes, int], _Route] = {}  # by client, and its number
         self._weight_version = 0
         self._open: Counter[str] = Counter()  # the unfinished sequences of each request
         self._ttft, self._itl = Histogram(_SECONDS), Histogram(_SECONDS)
@@ -120,16 +118,15 @@ class OutputRouter:
     def has(self, request_id: str) -> bool:
         return request_id in self._open
 
-    def add(self, request: EngineRequest, sequences: list[Request], now: float) -> None:
+    def add(self, request: EngineRequest, sequences: Mapping[int, Request], now: float) -> None:
         self._open[request.request_id] = len(sequences)
         resumed = [[]] * len(sequences) if request.resumed is None else request.resumed
         numbers = [number for number, tokens in enumerate(resumed, start=request.number) if tokens is not None]
-        for number, sequence in zip(numbers, sequences, strict=True):
+        for number, (key, sequence) in zip(numbers, sequences.items(), strict=True):
             seed_number = request.seed_number or 0
-            route = _Route(request.client, number, sequence, request.request_id, request.arrival_time, now, seed_number)
+            route = _Route(request.client, number, sequence, request.request_id, request.arrival_time, seed_number)
             route.num_sent = sequence.num_output_tokens
-            self._sequences[sequence.request_id] = route
-            self._numbers[request.client, number] = sequence.request_id
+            self._sequences[key] = self._numbers[request.client, number] = route
 
     def resumed(self) -> list[Request]:
         """As `OutputProcessor.resumed`: tokens that were not sent are dropped."""
@@ -143,12 +140,10 @@ class OutputRouter:
         sequences, sample_itl = self._sequences, self._itl.add
         num_tokens = 0
         for output in outputs:
-            request = output.request
-            sequence = sequences.get(request.request_id)
+            sequence = sequences.get(output.number)
             if sequence is None:
                 continue  # ended by its client while this step was in flight
-            token_ids = output.new_token_ids
-            tokens = Tokens(sequence.number, token_ids, output.logprobs, output.prompt_logprobs)
+            token_ids, output.number = output.new_token_ids, sequence.number
             if token_ids:
                 num_tokens += len(token_ids)
                 sequence.num_sent += len(token_ids)
@@ -156,17 +151,16 @@ class OutputRouter:
                     sample_itl(now - sequence.last_token_ts)
                 else:
                     sequence.first_token_ts = now
-                    self._ttft.add(now - sequence.queued_ts)
+                    self._ttft.add(now - sequence.request.queued_ts)
                 sequence.last_token_ts = now
-            if not sequence.is_admission_sent:
-                sequence.is_admission_sent = True
-                tokens.num_cached_tokens, tokens.seed_number = request.num_cached_tokens, sequence.seed_number
-            if request.is_finished:
-                tokens.end = self._end(sequence, output.pooled)
+            if output.num_cached_tokens >= 0:
+                output.seed_number = sequence.seed_number
+            if output.end is not None:
+                self._remove(sequence)
             message = messages.get(sequence.client)
             if message is None:
                 message = messages[sequence.client] = Outputs(now, [], self._weight_version)
-            message.tokens.append(tokens)
+            message.tokens.append(output)
         self._stats.num_generation_tokens += num_tokens
         self._step_tokens.add(num_tokens)
         return list(messages.items())
@@ -248,62 +242,44 @@ class OutputRouter:
         """Times to the first token, and between tokens: samples up to limits in seconds, since the start."""
         return {"ttft": self._ttft.cumulative(), "itl": self._itl.cumulative()}
 
-    def queued_ts(self, sequence_id: str) -> float | None:
-        """When a sequence was queued; None: it has ended for its client."""
-        sequence = self._sequences.get(sequence_id)
-        return None if sequence is None else sequence.queued_ts
-
     def finish(self, client: bytes, message: Finish) -> None:
         """End a sequence for its client; one that has ended is ignored."""
-        sequence_id = self._numbers.get((client, message.number))
-        if sequence_id is not None:
-            sequence = self._sequences[sequence_id]
-            self._finish(sequence_id, RequestStatus(message.status), message.stop_reason)
+        sequence = self._numbers.get((client, message.number))
+        if sequence is not None:
+            self._finish(sequence, RequestStatus(message.status), message.stop_reason)
             self._remove(sequence)
 
     def drop(self, client: bytes) -> None:
         """End the sequences of a client that is gone."""
         for sequence in [sequence for sequence in self._sequences.values() if sequence.client == client]:
-            self._finish(sequence.request.request_id, RequestStatus.FINISHED_ABORTED)
+            self._finish(sequence, RequestStatus.FINISHED_ABORTED)
             self._remove(sequence)
 
     def abort(self, request_id: str) -> tuple[bytes, Outputs] | None:
         """End a request. Returns the message for its client; None for an unknown id."""
         ended = [sequence for sequence in self._sequences.values() if sequence.name == request_id]
+        tokens = []
         for sequence in ended:
-            self._finish(sequence.request.request_id, RequestStatus.FINISHED_ABORTED)
+            self._finish(sequence, RequestStatus.FINISHED_ABORTED)
+            self._remove(sequence)
+            tokens.append(EngineOutput(sequence.number, [], end=SequenceEnd.of(sequence.request)))
         if not ended:
             return None
-        tokens = [Tokens(sequence.number, [], end=self._end(sequence, None)) for sequence in ended]
         return ended[0].client, Outputs(time.perf_counter(), tokens, self._weight_version)
 
     def change_weights(self, version: int) -> None:
         """Tokens from now on are sampled with another version of the weights."""
         self._weight_version = version
 
-    def _end(self, sequence: _Route, pooled: tuple[list[int], bytes] | None) -> SequenceEnd:
-        request = sequence.request
-        self._remove(sequence)
-        return SequenceEnd(
-            int(request.status),
-            request.stop_reason,
-            max(0, request.num_cached_tokens),
-            request.num_drafted,
-            request.num_accepted,
-            request.scheduled_ts,
-            request.kv_transfer_output,
-            pooled,
-        )
-
     def _remove(self, sequence: _Route) -> None:
         request = sequence.request
-        del self._sequences[request.request_id], self._numbers[sequence.client, sequence.number]
+        del self._sequences[request.sequence_number], self._numbers[sequence.client, sequence.number]
         self._open[sequence.name] -= 1
         if not self._open[sequence.name]:
             del self._open[sequence.name]
         metrics = RequestMetrics(
             arrival_time=sequence.arrival_time,
-            queued_ts=sequence.queued_ts,
+            queued_ts=request.queued_ts,
             scheduled_ts=request.scheduled_ts,
             first_token_ts=sequence.first_token_ts,
             last_token_ts=sequence.last_token_ts,
@@ -316,7 +292,7 @@ class OutputRouter:
             return
         begin, first, last = request.scheduled_ts, sequence.first_token_ts, sequence.last_token_ts
         values = (
-            last - sequence.queued_ts, begin - sequence.queued_ts, first - begin, last - first, last - begin,
+            last - request.queued_ts, begin - request.queued_ts, first - begin, last - first, last - begin,
             metrics.time_per_output_token, request.num_prompt_tokens, request.num_output_tokens,
             request.num_output_tokens, request.max_tokens, request.params.n,
             request.num_prompt_tokens - max(0, request.num_cached_tokens),

@@ -126,7 +126,7 @@ class Restarts(NoRestarts):
         self._update_search()
         for request, reason in ended:
             request.stop_reason = reason
-        return [EngineOutput(request, [], -1) for request, _ in ended]
+        return [EngineOutput.last(request) for request, _ in ended]
 
     def _start_workers(self, error: Exception) -> tuple[Executor, SchedulerConnector, int]:
         while True:

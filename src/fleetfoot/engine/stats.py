@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleetfoot.outputs import RequestMetrics
+from fleetfoot.records.request import Request
 from fleetfoot.records.step import BalanceReport, SchedulerOutput
 from fleetfoot.scheduler.stats import DraftStats, SchedulerStats, TransferStats
 
@@ -105,6 +106,9 @@ class StatsCollector:
 
 class NoWatch:
     """What is told of each step while nobody looks; see `fleetfoot.engine.watch.Watch`."""
+
+    def begin(self, request: Request, now: float) -> None:
+        """A request has been scheduled for the first time, or again."""
 
     def record(self, output: SchedulerOutput, began: float, seconds: float, drafts: tuple[int, int]) -> None:
         """A step has retired."""

@@ -46,6 +46,11 @@ class Watch(NoWatch):
         self._numbers = count()
         self._lanes: dict[str, int] = {}  # by request id
         self._rows: dict[tuple[int, int], str] = {}  # rank and row -> request id
+        self._waited: dict[str, float] = {}  # of requests that steps in flight begin
+
+    def begin(self, request: Request, now: float) -> None:
+        """Note how long a request has waited."""
+        self._waited[request.request_id] = max(0.0, now - request.queued_ts)
 
     def record(self, output: SchedulerOutput, began: float, seconds: float, drafts: tuple[int, int]) -> None:
         """Keep a step that has retired. ``seconds``: since the step before; ``drafts``: verified, accepted."""
@@ -60,10 +65,10 @@ class Watch(NoWatch):
                     if not is_preempted:
                         del self._lanes[request_id]
             for new in part.new_requests:
+                waited = self._waited.pop(new.request_id, 0.0)
                 if (lane := self._lane(new.request_id)) is not None:
                     self._rows[rank, new.row] = new.request_id
-                    waited = began - (self._engine.output_processor.queued_ts(new.request_id) or began)
-                    begun.append((lane, new.num_prompt_tokens, new.num_computed_tokens, max(0.0, waited)))
+                    begun.append((lane, new.num_prompt_tokens, new.num_computed_tokens, waited))
             first = part.num_decodes
             num_decodes += first
             for row, size in zip(part.rows[first:], part.num_scheduled_tokens[first:], strict=True):
@@ -152,12 +157,11 @@ class Watch(NoWatch):
             for request in scheduler.requests.values():
                 if (lane := self._lane(request.request_id)) is None:
                     continue
-                queued = self._engine.output_processor.queued_ts(request.request_id) or now
                 lanes.append(
                     [
                         *(lane, _state_of(request), request.num_prompt_tokens, request.num_computed),
                         *(request.num_output_tokens, request.num_drafted, request.num_accepted),
-                        *(request.num_preemptions, max(0, request.num_cached_tokens), now - queued),
+                        *(request.num_preemptions, max(0, request.num_cached_tokens), now - request.queued_ts),
                     ]
                 )
         live = {lane for lane, *_ in lanes}

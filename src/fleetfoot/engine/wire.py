@@ -18,7 +18,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.pooling import Pooling
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import EngineRequest
-from fleetfoot.records.step import PackedLogprobs
+from fleetfoot.records.step import EngineOutput
 from fleetfoot.utils.validation import FieldError, FieldTypeError
 
 
@@ -158,39 +158,12 @@ class Ready(_Message):
     """Its role, if requests hand KV over with ``kv_transfer_params``; else None."""
 
 
-class SequenceEnd(msgspec.Struct, array_like=True, gc=False):
-    """The last of a sequence."""
-
-    status: int
-    stop_reason: int | str | None
-    num_cached_tokens: int
-    num_drafted: int
-    num_accepted: int
-    scheduled_ts: float
-    kv_transfer_output: dict[str, Any] | None
-    pooled: tuple[list[int], bytes] | None
-
-
-class Tokens(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """New tokens of a sequence."""
-
-    number: int
-    token_ids: list[int]
-    logprobs: list[PackedLogprobs] | None = None
-    prompt_logprobs: tuple[int, list[PackedLogprobs]] | None = None
-    end: SequenceEnd | None = None
-    num_cached_tokens: int = -1
-    """-1: as before."""
-    seed_number: int = -1
-    """See `EngineRequest.seed_number`; -1: as before."""
-
-
 class Outputs(_Message):
     """The outputs of a step, for one client."""
 
     now: float
     """When the tokens arrived, in seconds of the machine's monotonic clock."""
-    tokens: list[Tokens]
+    tokens: list[EngineOutput]
     weight_version: int = 0
     """The version of the weights that sampled the tokens."""
 

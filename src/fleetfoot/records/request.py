@@ -106,10 +106,12 @@ class Request:
     has_prompt_logprobs: bool = field(init=False)
     status: RequestStatus = RequestStatus.WAITING
     stop_reason: int | str | None = None
-    sequence_number: int = 0  # order of arrival, set by the scheduler
+    sequence_number: int = 0  # order of arrival, unique in an engine, set by the scheduler
+    has_news: bool = True  # whether its next output says more than its tokens: it is the first one, or the last
     turn: int = -1  # order among requests of one priority, set by the waiting queue
     row: int = -1  # of the runner's state, while running
-    scheduled_ts: float = 0.0  # when it was first scheduled, by the engine's clock
+    queued_ts: float = 0.0  # when it was added, by the engine's clock
+    scheduled_ts: float = 0.0  # when it was first scheduled
     num_prefill: int = 0  # known tokens when it got its row: it decodes once they are computed
     num_computed: int = 0
     num_in_flight: int = 0  # steps queued and not yet retired that hold this request

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -380,16 +380,63 @@ class KVConnectorOutput:
         return not (self.loaded or self.failed or self.sent or self.counters or self.addresses)
 
 
-class EngineOutput(msgspec.Struct):
-    """The output of a step for one sequence. (A struct is created faster than a dataclass, and steps create many.)"""
+class SequenceEnd(msgspec.Struct, array_like=True, gc=False):
+    """The last of a sequence."""
 
-    request: Request
+    status: int
+    """`RequestStatus`."""
+    stop_reason: int | str | None
+    num_cached_tokens: int
+    num_drafted: int
+    num_accepted: int
+    scheduled_ts: float
+    kv_transfer_output: dict[str, Any] | None
+    pooled: tuple[list[int], bytes] | None
+    """As in `ModelRunnerOutput`."""
+
+    @classmethod
+    def of(cls, request: Request, pooled: tuple[list[int], bytes] | None = None) -> SequenceEnd:
+        return cls(
+            int(request.status),
+            request.stop_reason,
+            max(0, request.num_cached_tokens),
+            request.num_drafted,
+            request.num_accepted,
+            request.scheduled_ts,
+            request.kv_transfer_output,
+            pooled,
+        )
+
+
+class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The output of a step for one sequence, from the scheduler to the client that makes its text, between processes
+    too. (A struct is created faster than a dataclass, and steps create many.)"""
+
+    number: int
+    """`Request.sequence_number`; from a process to its clients, the number that the client has given."""
     new_token_ids: list[int]
-    index: int
-    """Batch index; -1: the step ended the request without computing it."""
     logprobs: list[PackedLogprobs] | None = None
     """An entry for each new token, for requests with logprobs."""
     prompt_logprobs: tuple[int, list[PackedLogprobs]] | None = None
     """As in `ModelRunnerOutput`."""
-    pooled: tuple[list[int], bytes] | None = None
-    """As in `ModelRunnerOutput`."""
+    end: SequenceEnd | None = None
+    num_cached_tokens: int = -1
+    """In the first output; -1: as before."""
+    scheduled_ts: float = 0.0
+    """In the first output."""
+    seed_number: int = -1
+    """See `EngineRequest.seed_number`, in the first output from a process; -1: as before."""
+
+    @classmethod
+    def last(cls, request: Request) -> EngineOutput:
+        """The output of a request that has ended without new tokens."""
+        output = cls(request.sequence_number, [])
+        output.add_news(request)
+        return output
+
+    def add_news(self, request: Request, pooled: tuple[list[int], bytes] | None = None) -> None:
+        """State what the first output of a request has, and the last one."""
+        request.has_news = False
+        self.num_cached_tokens, self.scheduled_ts = request.num_cached_tokens, request.scheduled_ts
+        if request.is_finished:
+            self.end = SequenceEnd.of(request, pooled)

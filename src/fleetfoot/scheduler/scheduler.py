@@ -16,9 +16,9 @@ from __future__ import annotations
 import sys
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, count
 
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.records.kv_events import NO_KV_EVENTS, KVEvents
@@ -68,6 +68,7 @@ class Scheduler:
 
     ``connector``: moves KV in and out of the engine; None: there is none. ``controller``: decides which steps propose
     drafts; None: all of them, if ``config.num_drafts`` is above 0. ``events``: gets those of the prefix cache.
+    ``numbers``: of requests in their order, shared by the schedulers of an engine's ranks; None: it has one.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Scheduler:
         controller: DraftController | None = None,
         weights: str = "",
         events: KVEvents = NO_KV_EVENTS,
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self.config = config
         self._weights = weights
@@ -86,7 +88,8 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self.pace = PromptPace(config.prompt_step_s, config.max_num_batched_tokens)
         self._step = 0
-        self._num_arrivals = self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
+        self._numbers = count() if numbers is None else numbers
+        self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
         self._prefix_lost = 0
         self._reset(connector or NoSchedulerConnector())
 
@@ -148,8 +151,7 @@ class Scheduler:
         self.transfers.connector.check_request(request)  # last: the connector keeps state of accepted requests
         if not self.config.priority:
             request.priority = 0
-        request.sequence_number = self._num_arrivals
-        self._num_arrivals += 1
+        request.sequence_number = next(self._numbers)
         self._num_structured += request.grammar is not None
         self.requests[request.request_id] = request
         self._waiting.push(request)
@@ -512,14 +514,15 @@ class Scheduler:
             self._waiting.push(*requeued)
             for request, reason in failed:
                 self._end(request, RequestStatus.FINISHED_ERROR, reason)
-                results.append(EngineOutput(request, [], -1))
+                results.append(EngineOutput.last(request))
+        has_more = bool(result.logprobs or result.prompt_logprobs or result.pooled)
         for index in result.invalid:  # the last token: no request may end with it
             result.sampled_token_ids[index] = result.sampled_token_ids[index][:-1]
         sampling = batch[: output.num_sampled]
         for index, (request, new_token_ids) in enumerate(zip(sampling, result.sampled_token_ids, strict=True)):
             request.num_in_flight -= 1
             if request.status is not RUNNING:
-                self._update_stopped(request, new_token_ids, index, results)
+                self._update_stopped(request, new_token_ids, index, result, results)
                 continue
             if len(new_token_ids) == 1 and new_token_ids[0] not in request.stop_token_ids:
                 output_token_ids = request.output_token_ids
@@ -528,26 +531,25 @@ class Scheduler:
                     self._end(request, RequestStatus.FINISHED_LENGTH, None)
             else:
                 new_token_ids = self._append_tokens(request, new_token_ids)
-            results.append(EngineOutput(request, new_token_ids, index))
+            results.append(item := EngineOutput(request.sequence_number, new_token_ids))
+            if request.has_news or has_more:
+                self._complete(item, request, index, result)
         for index, request in enumerate(batch[output.num_sampled :], start=output.num_sampled):
             request.num_in_flight -= 1
             if request.status is not RUNNING:
-                self._update_stopped(request, [], index, results)
+                self._update_stopped(request, [], index, result, results)
             elif request.has_prompt_logprobs:
-                results.append(EngineOutput(request, [], index))
-        if result.logprobs or result.prompt_logprobs:
-            for item in results:
-                item.logprobs = result.logprobs.get(item.index)
-                item.prompt_logprobs = result.prompt_logprobs.get(item.index)
+                results.append(item := EngineOutput(request.sequence_number, []))
+                self._complete(item, request, index, result)
         for index, message in result.invalid.items():
             if not (request := batch[index]).is_finished:
                 self._end(request, RequestStatus.FINISHED_ERROR, message)
-                if not any(item.request is request for item in results):  # it is preempted
-                    results.append(EngineOutput(request, [], index))
-        for item in results if result.pooled else ():
-            if (pooled := result.pooled.get(item.index)) is not None and item.request.status is RUNNING:
-                item.pooled = pooled
-                self._end(item.request, RequestStatus.FINISHED_STOPPED, None)
+                number = request.sequence_number
+                found = next((item for item in results if item.number == number), None)
+                if found is None:  # it is preempted
+                    results.append(EngineOutput.last(request))
+                else:
+                    found.add_news(request)
         if self.blocks.frees_windows:
             chunks = zip(batch[output.num_decodes :], output.num_scheduled_tokens[output.num_decodes :], strict=True)
             for request, count in chunks:
@@ -564,7 +566,7 @@ class Scheduler:
     def _append_tokens(self, request: Request, new_token_ids: list[int]) -> list[int]:
         """Append tokens up to the first that ends the request. Returns the appended tokens."""
         output_token_ids, params = request.output_token_ids, request.params
-        for count, token in enumerate(new_token_ids, start=1):
+        for position, token in enumerate(new_token_ids, start=1):
             output_token_ids.append(token)
             if token in request.stop_token_ids and len(output_token_ids) >= request.min_tokens:
                 reason = token if token in (params.stop_token_ids or ()) else None
@@ -573,18 +575,33 @@ class Scheduler:
                 self._end(request, RequestStatus.FINISHED_LENGTH, None)
             else:
                 continue
-            return new_token_ids[:count]
+            return new_token_ids[:position]
         return new_token_ids
 
+    def _complete(self, item: EngineOutput, request: Request, index: int, result: ModelRunnerOutput) -> None:
+        """Add what an output has besides its tokens. ``index``: of the request in the batch."""
+        item.logprobs, item.prompt_logprobs = result.logprobs.get(index), result.prompt_logprobs.get(index)
+        pooled = result.pooled.get(index)
+        if pooled is not None and request.status is RUNNING:
+            self._end(request, RequestStatus.FINISHED_STOPPED, None)
+        if request.has_news:
+            item.add_news(request, pooled)
+
     def _update_stopped(
-        self, request: Request, new_token_ids: list[int], index: int, results: list[EngineOutput]
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        index: int,
+        result: ModelRunnerOutput,
+        results: list[EngineOutput],
     ) -> None:
         """Update a request that stopped running while this step was in flight.
 
         The tokens of an ended request are discarded; those of a preempted request count.
         """
         if request.status is RequestStatus.PREEMPTED and (new_token_ids or request.has_prompt_logprobs):
-            results.append(EngineOutput(request, self._append_tokens(request, new_token_ids), index))
+            results.append(item := EngineOutput(request.sequence_number, self._append_tokens(request, new_token_ids)))
+            self._complete(item, request, index, result)
         self._release(request)
 
     # --- finish -----------------------------------------------------------------------------------------------------
@@ -612,7 +629,7 @@ class Scheduler:
         return output
 
     def _end(self, request: Request, status: RequestStatus, stop_reason: int | str | None) -> None:
-        was, request.status, request.stop_reason = request.status, status, stop_reason
+        was, request.status, request.stop_reason, request.has_news = request.status, status, stop_reason, True
         if was is RUNNING:
             self._num_ended += 1
         elif was is not RequestStatus.LOADING:

@@ -33,11 +33,10 @@ from fleetfoot.engine.wire import (
     Ready,
     Refused,
     Reply,
-    SequenceEnd,
-    Tokens,
 )
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.records.step import EngineOutput, SequenceEnd
 from fleetfoot.utils.cluster_key import ClusterKey
 
 logger = logging.getLogger(__name__)
@@ -513,7 +512,7 @@ class GroupLink:
             return
         reason = f"{MAX_LOST} engines were lost while they computed this request"
         end = SequenceEnd(int(RequestStatus.FINISHED_ERROR), reason, 0, 0, 0, 0.0, None, None)
-        self._put_outputs([Tokens(number, [], end=end) for number in route.unfinished], 0)
+        self._put_outputs([EngineOutput(number, [], end=end) for number in route.unfinished], 0)
         self._forget(route)
 
     def _finish(self, message: Finish) -> None:
@@ -568,7 +567,7 @@ class GroupLink:
             index = tokens.number - route.request.number
             so_far = route.tokens[index]
             assert so_far is not None
-            so_far += tokens.token_ids
+            so_far += tokens.new_token_ids
             if tokens.seed_number >= 0:
                 route.seed_number = tokens.seed_number
             if tokens.end is not None:
@@ -577,7 +576,7 @@ class GroupLink:
             kept.append(tokens)
         self._put_outputs(kept, message.weight_version)
 
-    def _put_outputs(self, tokens: list[Tokens], weight_version: int) -> None:
+    def _put_outputs(self, tokens: list[EngineOutput], weight_version: int) -> None:
         if tokens:  # with the time of this machine
             self._incoming.put_nowait(Outputs(time.perf_counter(), tokens, weight_version))
 
