@@ -19,6 +19,8 @@ TORCH := torch==2.13.0
 # a process for each core, from 2 to 8, each of which takes over tests that others have not begun
 PROCESSES := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
+# those of `make test`; others may be given
+MARKS := not (kernels or contracts)
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, and each would compile the package again
 
@@ -35,7 +37,7 @@ serve: .venv/demo
 	$(BIN)/fleetfoot serve
 
 test: .venv/dev
-	$(PYTEST) -m "not (kernels or contracts)" $(PYTEST_ARGS)
+	$(PYTEST) -m "$(MARKS)" $(PYTEST_ARGS)
 
 test-kernels: .venv/dev
 	$(PYTEST) -m kernels $(KERNEL_TESTS) $(PYTEST_ARGS)
@@ -50,7 +52,8 @@ test-quick: .venv/dev
 	$(PYTEST) -m "not (slow or kernels or contracts)" tests/unit tests/engine/test_quick.py $(PYTEST_ARGS)
 
 test-plain: .venv/dev
-	FLEETFOOT_USE_NATIVE_KERNELS=0 $(PYTEST) -m "not (slow or kernels or contracts)" tests/engine/test_quick.py $(NATIVE_TESTS) $(PYTEST_ARGS)
+	FLEETFOOT_USE_NATIVE_KERNELS=0 $(BIN)/python -m pytest -o cache_dir=.pytest_cache/plain \
+	  -m "not (slow or kernels or contracts)" tests/engine/test_quick.py $(NATIVE_TESTS) $(PYTEST_ARGS)
 
 check: .venv/dev
 	$(BIN)/ruff check .
@@ -79,7 +82,7 @@ bench: .venv/dev
 	@touch $@ .venv/demo
 
 .venv/contracts: .venv/dev
-	$(PIP) --editable '.[contracts]'
+	$(PIP) 'fleetfoot[contracts]'  # the package is there: nothing is compiled again
 	@touch $@
 
 clean:
