@@ -86,7 +86,7 @@ def test_nodes(port: int) -> None:
 
 @pytest.mark.parametrize(("mode", "number"), [("serve", 1), ("serve-many", 2)])
 def test_servers(mode: str, number: int) -> None:
-    with RunningServer("--device", "cpu", "--api-server-count", str(number), is_forked=False) as server:
+    with RunningServer("--device", "cpu", "--api-server-count", str(number)) as server:
         check(mode, of_process(server.process.pid), {"--port": server.url.rpartition(":")[2]})
 
 
@@ -96,5 +96,5 @@ def test_an_engine_and_its_proxy() -> None:
         assert engine.stdout is not None
         address = str(json.loads(engine.stdout.readline())["address"])
         check("engine", of_process(engine.pid), {"--port": address.rpartition(":")[2]})
-        with RunningServer("--decode", address, command="proxy", is_forked=False) as proxy:
+        with RunningServer("--decode", address, command="proxy") as proxy:
             check("proxy", of_process(proxy.process.pid), {"--port": proxy.url.rpartition(":")[2]})

@@ -33,7 +33,7 @@ def test_no_file_is_left_of_another_model() -> None:
 @pytest.mark.slow
 def test_layers_launch_what_the_table_says() -> None:
     """At both ends of each range, with layers that have no memory, in another process."""
-    reports = json.loads(run_python("-m", "tests.helpers.launched_kernels_without_gpu"))
+    reports = json.loads(run_python("-m", "tests.helpers.launched_kernels_without_gpu", is_forked=True))
     assert len(reports) == 4
     for name, report in reports.items():
         assert report["steps"] > 20

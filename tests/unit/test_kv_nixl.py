@@ -312,7 +312,7 @@ def stalled(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stall
     monkeypatch.setattr(side_channel, "notify", lambda *_: 0)
     clock, gate = Clock(), Gate()
     producer, consumer = make(line=True, clock=clock), make(clock=clock, timeout=20.0)
-    producer.lines[0].spoil = gate
+    producer.lines[0].spoil = lambda content, offset: gate(content, offset) if offset >= PROOF else content
     request = consumer.remote(producer.hold("p"))
     consumer.begin(request)
     assert consumer.step(["r"]).is_empty  # an earlier request of this id has ended
