@@ -130,7 +130,7 @@ def measure_host(folder: Path, config: dict[str, Any], args: argparse.Namespace)
         requests.append(request)
     count, times = len(requests), []
     masker = TokenMasker(MaskMemory(-(-config["vocab_size"] // 32), count), args.processes)
-    masker.start(grammars.compile(structured).source.vocabulary)
+    masker.start(grammars.compile(structured).vocabulary)
     output = SchedulerOutput(0, list(range(count)), [1] * count, count, count, count, structured=list(range(count)))
     for _ in range(args.tokens):
         begin = time.perf_counter()

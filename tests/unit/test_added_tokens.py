@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.bits import fill_masks
 from fleetfoot.structured.compiler import Grammar, GrammarCompiler
+from fleetfoot.structured.mask_space import fill_masks
 from fleetfoot.structured.strings import StringMatcher
 from fleetfoot.structured.vocabulary import VocabularySource
 from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -122,7 +122,7 @@ def test_reasoning_is_free_before_json(is_spelled: bool) -> None:
     )
     vocab = tokenizer.get_vocab()
     begin, end = vocab["<think>"], vocab["</think>"]
-    matcher, expected = grammar.matcher.deep_copy(), LLMatcher(grammar.source.tokenizer, grammar.source.grammar.text)
+    matcher, expected = grammar.matcher.deep_copy(), LLMatcher(grammar.tokenizer, grammar.text.text)
     assert isinstance(matcher, StringMatcher)
     first = allowed(matcher)
     assert begin in first and end not in first and vocab["<"] not in first

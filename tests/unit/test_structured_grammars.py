@@ -25,10 +25,9 @@ from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.records.structured_outputs import with_closed_objects
 from fleetfoot.sampling_params import GuidedDecodingParams
 from fleetfoot.structured import compiler, processes
-from fleetfoot.structured.bits import clear_bits
 from fleetfoot.structured.compiler import GrammarCompiler
 from fleetfoot.structured.grammars import MAX_CHARS, MAX_DEPTH
-from fleetfoot.structured.mask_space import MaskMemory
+from fleetfoot.structured.mask_space import MaskMemory, clear_bits
 from fleetfoot.structured.masks import TokenMasker, num_mask_processes
 from fleetfoot.structured.state import GrammarState
 from fleetfoot.structured.trial import GrammarTrial
@@ -569,7 +568,7 @@ def test_processes_that_end(grammars: GrammarCompiler, caplog: pytest.LogCapture
         for row, mask in zip(masks.rows, masks.masks, strict=True):
             requests[row].output_token_ids.append(allowed(mask.tobytes())[row])
         if turn == 2:
-            for one in masker._replicas._processes:  # type: ignore[attr-defined]
+            for one in masker._processes._processes:
                 one.process.kill()
     assert "computes token masks itself" in caplog.text
     assert not any(state.catch_up(request.output_token_ids) for state, request in zip(states, requests, strict=True))
@@ -602,7 +601,7 @@ def test_a_process_keeps_the_grammars_used_last(monkeypatch: pytest.MonkeyPatch,
             assert masks is not None
             assert [mask.tobytes() for mask in masks.masks] == [states[0].matcher.compute_bitmask()] * 2
         assert all(state.replica is not None and state.replica.is_ready for state in states)
-    assert len(masker._replicas._processes[0].grammars) == 2  # type: ignore[attr-defined]
+    assert len(masker._processes._processes[0].grammars) == 2
     masker.close()
 
 
@@ -631,7 +630,7 @@ def test_steps_that_repeat_have_the_same_masks(grammars: GrammarCompiler) -> Non
             assert mask.tobytes() == reference.compute_bitmask()
             request.output_token_ids.append(rng.choice(allowed(mask.tobytes())))
             assert reference.consume_token(request.output_token_ids[-1])
-    (process,) = masker._replicas._processes  # type: ignore[attr-defined]
+    (process,) = masker._processes._processes
     assert num_repeated > 10
     assert process.free[:1012] == [*range(1023, 11, -1)]  # never used
     masker.close()

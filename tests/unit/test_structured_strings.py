@@ -10,8 +10,8 @@ from tests.helpers.engines import EOS
 
 from fleetfoot import StructuredOutputsParams
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.structured.bits import fill_masks
 from fleetfoot.structured.compiler import GrammarCompiler
+from fleetfoot.structured.mask_space import fill_masks
 from fleetfoot.structured.strings import StringMatcher
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
@@ -80,8 +80,8 @@ def masks(matcher: Any, drafts: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_masks_are_those_of_llguidance(name: str, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = grammars.compile(StructuredOutputsParams(**CONSTRAINTS[name]))
-    texts = [grammar.source.tokenizer.decode_bytes([token]) for token in range(VOCAB)]
-    beginning = LLMatcher(grammar.source.tokenizer, grammar.source.grammar.text)
+    texts = [grammar.tokenizer.decode_bytes([token]) for token in range(VOCAB)]
+    beginning = LLMatcher(grammar.tokenizer, grammar.text.text)
     assert isinstance(grammar.matcher, StringMatcher)
     end = Tokenizer.from_path(embedded_model_path()).get_vocab()["<|assistant|>"]
     num_own = 0
@@ -126,7 +126,7 @@ def test_masks_are_those_of_llguidance(name: str, grammars: GrammarCompiler, mon
 def test_masks_behind_drafts_are_not_kept(limits: dict[str, Any], grammars: GrammarCompiler) -> None:
     """Both texts have as many lexemes, and end in white space that may go on."""
     grammar = grammars.compile(StructuredOutputsParams(json=closed(a=string(**limits))))
-    tokens = {grammar.source.tokenizer.decode_bytes([token]): token for token in range(2048)}
+    tokens = {grammar.tokenizer.decode_bytes([token]): token for token in range(2048)}
     begin, drafts, real = ([tokens[bytes([byte])] for byte in text] for text in (b'{"a"', b':""\n', b" :\n"))
     matcher, expected = grammar.matcher.deep_copy(), grammar.matcher.deep_copy()
     matcher.consume_tokens(begin)

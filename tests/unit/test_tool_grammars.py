@@ -21,8 +21,8 @@ from fleetfoot.parsers.harmony import HarmonyFormat
 from fleetfoot.parsers.registry import TOOL_FORMATS, MessageFormat
 from fleetfoot.parsers.typed import argument_variants
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.bits import set_only
-from fleetfoot.structured.grammars import after_reasoning, framed, make_grammar
+from fleetfoot.structured.grammars import after_reasoning, make_grammar
+from fleetfoot.structured.mask_space import set_only
 from fleetfoot.structured.state import ReasoningEnd
 from fleetfoot.structured.vocabulary import VocabularySource
 
@@ -347,7 +347,7 @@ def test_an_answer_within_a_frame(vocabulary):
     rules = Rules(vocabulary[2])
     frame = rules.render(HarmonyFormat.message(TOOLS[:1], rules, answer="@answer"))
     params = StructuredOutputsParams(choice=["yes", "no"])
-    grammar = framed(make_grammar(params, Rules({}), lambda grammar: ""), frame).text
+    grammar = make_grammar(params, Rules({}), lambda grammar: "").framed(frame).text
     json_final = "<|channel|>final <|constrain|>json<|message|>"
     for text in (f"{FINAL}yes", f"{json_final}no", f"{THOUGHT}{FINAL}no", f"{CALL}{PAINT}"):
         assert _accepts(vocabulary, grammar, text)
@@ -359,7 +359,7 @@ def test_an_answer_in_json_or_calls(vocabulary):
     answer = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     frame = forced_calls(TOOL_FORMATS["hermes"], TOOLS, vocabulary[2], is_single=True, has_answer=True)
     framing = StructuredOutputsParams(json=answer)
-    grammar = framed(make_grammar(framing, Rules({}), lambda grammar: ""), frame).text
+    grammar = make_grammar(framing, Rules({}), lambda grammar: "").framed(frame).text
     assert _accepts(vocabulary, grammar, '{"n": 3}')
     assert _accepts(vocabulary, grammar, '<tool_call>\n{"name": "noop", "arguments": {}}\n</tool_call>')
     assert not _accepts(vocabulary, grammar, "text")

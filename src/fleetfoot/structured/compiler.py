@@ -7,15 +7,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.parsers.grammar import Rules, split_added
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.grammars import FindError, GrammarText, after_reasoning, check_size, framed, make_grammar
-from fleetfoot.structured.mask_server import new_matcher, plain_matcher
-from fleetfoot.structured.state import GrammarSource, GrammarState, ReasoningEnd
+from fleetfoot.structured.grammars import FindError, GrammarText, after_reasoning, check_size, make_grammar
+from fleetfoot.structured.state import Grammar, GrammarState, ReasoningEnd
+from fleetfoot.structured.strings import new_matcher, plain_matcher
 from fleetfoot.structured.trial import GrammarTrial
 from fleetfoot.structured.vocabulary import VocabularySource
 from fleetfoot.utils.validation import FieldError
@@ -36,7 +35,7 @@ class Vocabulary:
     """The tokenizer as llguidance reads it."""
 
     tokenizer: Any
-    """See `GrammarSource`."""
+    """See `Grammar`."""
     source: VocabularySource
     new_rules: Callable[[], Rules]
     """Rules with its added tokens."""
@@ -44,17 +43,6 @@ class Vocabulary:
     """The text of a token, special ones included."""
     encode: Callable[[str], list[int]]
     """The tokens of a text, which may be special ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """A compiled constraint."""
-
-    matcher: Any
-    """An `llguidance.LLMatcher` at the beginning; sequences get copies."""
-    source: GrammarSource
-    reasoning: ReasoningEnd | None
-    """None: the constraint begins at once."""
 
 
 class GrammarCompiler:
@@ -98,7 +86,7 @@ class GrammarCompiler:
         future = self.submit(params)
         try:
             return future.result(_PATIENCE_S)
-        except FutureTimeoutError:
+        except TimeoutError:
             raise FieldError(
                 "structured_outputs", f"was not compiled in {_PATIENCE_S:g} seconds, after others; send it later"
             ) from None
@@ -121,9 +109,7 @@ class GrammarCompiler:
 
     def start(self, params: StructuredOutputsParams, *, min_tokens: int, ignore_eos: bool) -> GrammarState:
         """The state of a new sequence. Waits as `compile`, and raises as it."""
-        grammar = self.compile(params)
-        banned = self.eos_token_ids if ignore_eos else ()
-        return GrammarState(grammar.matcher, grammar.source, grammar.reasoning, banned, min_tokens)
+        return GrammarState(self.compile(params), self.eos_token_ids if ignore_eos else (), min_tokens)
 
     def close(self) -> None:
         """End the processes of the trial."""
@@ -137,30 +123,28 @@ class GrammarCompiler:
         return ThreadPoolExecutor(_NUM_THREADS, "fleetfoot-grammars")
 
     def _load_vocabulary(self) -> Vocabulary:
-        with self._loading:
-            if self._vocabulary is None:
-                self._vocabulary = self._read_vocabulary()
-            return self._vocabulary
-
-    def _read_vocabulary(self) -> Vocabulary:
         """Takes about a second for 150,000 tokens."""
-        assert self._load_tokenizer is not None
-        tokenizer = self._load_tokenizer()
-        backend, pieces = tokenizer.backend, tokenizer.pieces
-        used = (token_id + 1 for token_id in (*backend.get_vocab().values(), *self.eos_token_ids))
-        source = VocabularySource(backend.to_str(), max(self._vocab_size, *used), self.eos_token_ids)
-        self._on_vocabulary(source)
-        try:
-            read = source.read()
-        except Exception as error:
-            raise FieldError("structured_outputs", f"cannot be used with this tokenizer: {error}") from error
+        with self._loading:
+            if self._vocabulary is not None:
+                return self._vocabulary
+            assert self._load_tokenizer is not None
+            tokenizer = self._load_tokenizer()
+            backend, pieces = tokenizer.backend, tokenizer.pieces
+            used = (token_id + 1 for token_id in (*backend.get_vocab().values(), *self.eos_token_ids))
+            source = VocabularySource(backend.to_str(), max(self._vocab_size, *used), self.eos_token_ids)
+            self._on_vocabulary(source)
+            try:
+                read = source.read()
+            except Exception as error:
+                raise FieldError("structured_outputs", f"cannot be used with this tokenizer: {error}") from error
 
-        def piece(token_id: int) -> bytes:
-            text = pieces.tables[0][token_id]
-            return text if isinstance(text, bytes) else str(text).encode()
+            def piece(token_id: int) -> bytes:
+                text = pieces.tables[0][token_id]
+                return text if isinstance(text, bytes) else str(text).encode()
 
-        encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-        return Vocabulary(read, source, _rules_of(tokenizer), piece, encode)
+            encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+            self._vocabulary = Vocabulary(read, source, _rules_of(tokenizer), piece, encode)
+            return self._vocabulary
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
         try:
@@ -170,7 +154,8 @@ class GrammarCompiler:
         except BaseException as error:  # a panic of the library is no Exception
             raise FieldError("structured_outputs", f"cannot be compiled: {error!r:.500}") from error
 
-    def _make(self, params: StructuredOutputsParams) -> Grammar:
+    def _make(self, params: StructuredOutputsParams) -> Any:
+        """The result of `compile`."""
         vocabulary = self._load_vocabulary()
         compiled: dict[str, Any] = {}
 
@@ -181,18 +166,18 @@ class GrammarCompiler:
             compiled[grammar] = plain_matcher(vocabulary.tokenizer, grammar)
             return str(compiled[grammar].get_error())
 
-        reasoning, end, begin = None, params.reasoning_end, params.reasoning_begin
+        reasoning, end, begin, most = None, params.reasoning_end, params.reasoning_begin, params.max_reasoning_tokens
         grammar = _grammar_of(params, vocabulary.new_rules(), find_error)
-        if end is not None and begin is not None and params.max_reasoning_tokens is None:
+        if end is not None and begin is not None and most is None:
             grammar = after_reasoning(grammar, begin, end, vocabulary.new_rules())
         elif end is not None:
             reasoning = ReasoningEnd(end.encode(), vocabulary.piece)
-        if reasoning is not None and end is not None and params.max_reasoning_tokens is not None:
-            reasoning.limit(params.max_reasoning_tokens, vocabulary.encode(begin or ""), vocabulary.encode(end))
+            if most is not None:
+                reasoning.limit(most, vocabulary.encode(begin or ""), vocabulary.encode(end))
         matcher = new_matcher(vocabulary.tokenizer, grammar, compiled.get(grammar.text))
         _check_beginning(matcher.deep_copy())
         self.num_compiled += 1
-        return Grammar(matcher, GrammarSource(grammar, vocabulary.tokenizer, vocabulary.source), reasoning)
+        return Grammar(matcher, grammar, vocabulary.tokenizer, vocabulary.source, reasoning)
 
 
 @dataclass(slots=True)
@@ -228,7 +213,7 @@ def _grammar_of(params: StructuredOutputsParams, rules: Rules, find_error: FindE
     grammar = make_grammar(params, rules, find_error)
     if params.frame is not None:
         check_size("frame", params.frame)
-        grammar = framed(grammar, params.frame)
+        grammar = grammar.framed(params.frame)
         if error := find_error(grammar.text):
             raise FieldError("structured_outputs.frame", f"cannot be compiled: {error:.500}")
     return grammar

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from fleetfoot.parsers.grammar import Rules, quoted
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.schemas import find, plain_regex, simplified, subschemas
+from fleetfoot.structured.parts import find, pointer, subschemas
+from fleetfoot.structured.schemas import plain_regex, simplified
 from fleetfoot.utils.validation import FieldError
 
 _MANY_CHOICES = 1000
@@ -37,14 +40,34 @@ FindError = Callable[[str], str]
 _JSON_BEGINS = ' \n\t\r{["-0123456789tfn'
 
 
-class GrammarText(NamedTuple):
+@dataclass(frozen=True)
+class GrammarText:
     """A grammar as llguidance reads it, and what it was made of."""
 
-    text: str
-    schema: dict[str, Any] | None = None
-    """The JSON schema that is all of it, but for reasoning before; None: it is something else."""
-    marks: tuple[int | str, ...] = ()
+    content: dict[str, Any]
+    """``grammars``, of which the first one is the whole."""
+    is_schema: bool = False
+    """Whether the last one is a JSON schema that is all of it, but for reasoning before."""
+    marks: Sequence[int | str] = ()
     """What the reasoning may begin with, and ends with: a token or a text each; none: there is no reasoning."""
+
+    @cached_property
+    def text(self) -> str:
+        return json.dumps(self.content)
+
+    @property
+    def schema(self) -> Any:
+        """The JSON schema that is all of it, but for reasoning before; None: it is something else."""
+        return self.content["grammars"][-1]["json_schema"] if self.is_schema else None
+
+    @classmethod
+    def lark(cls, text: str) -> GrammarText:
+        return cls({"grammars": [{"lark_grammar": text}]})
+
+    def framed(self, frame: str, name: str = "answer", **options: Any) -> GrammarText:
+        """The grammar of a frame, in which this one is ``@name``. ``options``: other fields."""
+        first, *others = self.content["grammars"]
+        return GrammarText({"grammars": [{"lark_grammar": frame}, {**first, "name": name}, *others]}, **options)
 
 
 def make_grammar(params: StructuredOutputsParams, rules: Rules, find_error: FindError) -> GrammarText:
@@ -53,28 +76,23 @@ def make_grammar(params: StructuredOutputsParams, rules: Rules, find_error: Find
     Raises:
         ValueError: it cannot be compiled; the message names the field, the place in a schema, and the reason.
     """
-    from llguidance import LLMatcher
-
+    for name in ("regex", "grammar"):
+        check_size(name, getattr(params, name) or "")
     if params.regex is not None:
-        return _checked("regex", params.regex, _regex_rule, find_error)
-    if params.grammar is not None:
-        return _checked("grammar", params.grammar, lambda text: _read_grammar(text, rules), find_error)
-    if params.choice is not None:
-        return _checked("choice", _choice_rule(params.choice), LLMatcher.grammar_from_lark, find_error)
-    if params.structural_tag is not None:
+        name, grammar = "regex", GrammarText.lark(_regex_rule(params.regex))
+    elif params.grammar is not None:
+        name, grammar = "grammar", _read_grammar(params.grammar, rules)
+    elif params.choice is not None:
+        name, grammar = "choice", GrammarText.lark(_choice_rule(params.choice))
+    elif params.structural_tag is not None:
         tag = _as_json("structural_tag", params.structural_tag)
-        return _checked("structural_tag", tag, lambda tag: _structural_tag(tag, rules, params), find_error)
-    schema = {"type": "object"} if params.json_object else _as_json("json", params.json)
-    return _schema_grammar(schema, params, find_error)
-
-
-def _checked(name: str, value: Any, make: Callable[[Any], str], find_error: FindError) -> GrammarText:
-    if isinstance(value, str):
-        check_size(name, value)
-    grammar = make(value)
-    if error := find_error(grammar):
+        name, grammar = "structural_tag", GrammarText.lark(_structural_tag(tag, rules, params))
+    else:
+        schema = {"type": "object"} if params.json_object else _as_json("json", params.json)
+        return _schema_grammar(schema, params, find_error)
+    if error := find_error(grammar.text):
         raise FieldError(f"structured_outputs.{name}", f"cannot be compiled: {_reworded(error)}")
-    return GrammarText(grammar)
+    return grammar
 
 
 def check_size(name: str, text: str) -> None:
@@ -109,31 +127,28 @@ def _is_deep(value: Any, most: int) -> bool:
     return most == 0 or any(_is_deep(child, most - 1) for child in children)
 
 
-def _read_grammar(text: str, rules: Rules) -> str:
+def _read_grammar(text: str, rules: Rules) -> GrammarText:
     """Lark, or GBNF and EBNF, which are recognised by ``::=``; or a list of grammars as JSON."""
-    from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
-    if text.lstrip().startswith("{"):
-        try:
-            content = json.loads(text)
-            for part in content["grammars"]:
-                if isinstance(part.get("lark_grammar"), str):
-                    part["lark_grammar"] = rules.named(part["lark_grammar"])
-            return json.dumps(content)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return text  # the compiler has the reason
     try:
-        return str(LLMatcher.grammar_from_lark(rules.named(any_to_lark(text))))
-    except Exception as error:  # of the converter
-        raise FieldError("structured_outputs.grammar", f"is not GBNF: {error}") from error
+        if not text.lstrip().startswith("{"):
+            return GrammarText.lark(rules.named(any_to_lark(text)))
+        content = json.loads(text)
+        for part in content["grammars"]:
+            if isinstance(part.get("lark_grammar"), str):
+                part["lark_grammar"] = rules.named(part["lark_grammar"])
+    except Exception as error:  # of the converter, or of content that is no list of grammars
+        kind = "JSON with a list of 'grammars'" if text.lstrip().startswith("{") else "GBNF"
+        raise FieldError("structured_outputs.grammar", f"cannot be compiled: it is not {kind}: {error!r}") from error
+    return GrammarText(content)
 
 
 def _regex_rule(regex: str) -> str:
     """A regular expression in which ``\\d`` is an ASCII digit, as it is in the patterns of schemas."""
-    from llguidance import LLMatcher, regex_to_lark
+    from llguidance import regex_to_lark
 
-    return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(plain_regex(regex), 'd')}/"))
+    return f"start: /{regex_to_lark(plain_regex(regex), 'd')}/"
 
 
 def _choice_rule(choices: list[str]) -> str:
@@ -150,43 +165,32 @@ def after_reasoning(grammar: GrammarText, begin: str, end: str, rules: Rules) ->
         "TEXT: /(?s:.*)/",
         r"SPACE: /\n{0,2}/",
     ]
-    text = framed(grammar, "\n".join(lines), "output").text
     first, last = rules.mark(begin), rules.mark(end) if rules.is_special(end) else end
     # JSON that may begin as the reasoning does cannot be told from it by one character
     if first is None or last is None or (isinstance(first, str) and first[:1] in _JSON_BEGINS):
-        return GrammarText(text)
-    return GrammarText(text, grammar.schema, (first, last))
-
-
-def framed(grammar: GrammarText, frame: str, name: str = "answer") -> GrammarText:
-    """The grammar of a frame, in which another one is ``@name``."""
-    is_list = grammar.text.lstrip().startswith("{")
-    first, *others = json.loads(grammar.text)["grammars"] if is_list else [{"lark_grammar": grammar.text}]
-    return GrammarText(json.dumps({"grammars": [{"lark_grammar": frame}, {**first, "name": name}, *others]}))
+        return grammar.framed("\n".join(lines), "output")
+    return grammar.framed("\n".join(lines), "output", is_schema=grammar.is_schema, marks=(first, last))
 
 
 # --- JSON schemas -----------------------------------------------------------------------------------------------------
 
 
 def _schema_grammar(schema: Any, params: StructuredOutputsParams, find_error: FindError) -> GrammarText:
-    from llguidance import LLMatcher
-
     if not isinstance(schema, dict | bool):
         raise FieldError(
             "structured_outputs.json", f"is {schema!r:.200}; a JSON schema is an object, true or false", schema
         )
     if schema is False:
         raise FieldError("structured_outputs.json", "is false, which no output is valid under")
-    if schema is True:
-        schema = {}
+    schema = {} if schema is True else schema
 
     def compile_schema(schema: Mapping[str, Any], *, has_plain_names: bool = False) -> tuple[GrammarText, str]:
         try:
             prepared = _prepared(schema, params, has_plain_names=has_plain_names)
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(prepared))
-        except ValueError as error:  # NaN, for instance
-            return GrammarText(""), str(error)
-        return GrammarText(grammar, prepared), find_error(grammar)
+        except ValueError as error:
+            return GrammarText({}), str(error)
+        grammar = GrammarText({"grammars": [{"json_schema": prepared}]}, is_schema=True)
+        return grammar, find_error(grammar.text)
 
     for has_plain_names in (True, False):
         grammar, error = compile_schema(schema, has_plain_names=has_plain_names)
@@ -222,12 +226,10 @@ def _locate(schema: Mapping[str, Any], error: str, find_error: Callable[[Mapping
     shared = {name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema}
     place, part, seen = "#", schema, {"#"}
     while True:
-        target = part.get("$ref")
-        parts = [(f"{place}/{name}", child) for name, child in subschemas(part)]
-        found = find(schema, target) if isinstance(target, str) else None
-        parts += [(str(target), found)] if isinstance(found, dict) else []
+        parts = [(f"{place}/{pointer(keyword, name)}", child) for keyword, name, child in subschemas(part)]
+        parts.append((str(part.get("$ref")), find(schema, part.get("$ref"))))
         for where, child in parts:
-            if where not in seen and find_error({**shared, **child}) == error:
+            if where not in seen and isinstance(child, dict) and find_error({**shared, **child}) == error:
                 place, part = where, child
                 seen.add(where)
                 break
@@ -237,59 +239,50 @@ def _locate(schema: Mapping[str, Any], error: str, find_error: Callable[[Mapping
 
 # --- structural tags --------------------------------------------------------------------------------------------------
 
+_TAG = "structured_outputs.structural_tag"
+
+
+def _expect(is_right: bool, place: str, value: Any, expected: str) -> None:
+    """Raises FieldError for a value that is not what is expected."""
+    if not is_right:
+        raise FieldError(place, f"is {value!r:.200}; it must {expected}", value)
+
+
+def _expect_keys(place: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raises FieldError for a key that would have no effect."""
+    if unknown := [name for name in value if name not in known]:
+        raise FieldError(place, f"has an unknown key {unknown[0]!r:.100}; it takes {', '.join(known)}")
+
 
 def _structural_tag(tag: Any, rules: Rules, params: StructuredOutputsParams) -> str:
     """The grammar of free text with structures. Special tokens in triggers, ``begin`` and ``end`` are meant as such."""
-    from llguidance import LLMatcher
-
-    if not isinstance(tag, dict) or "structures" not in tag or "triggers" not in tag:
-        raise FieldError(
-            "structured_outputs.structural_tag",
-            f"is {tag!r:.200}; it must have 'structures' and 'triggers' (the form with 'format' is not supported)",
-            tag,
-        )
+    is_known = isinstance(tag, dict) and "structures" in tag and "triggers" in tag
+    _expect(is_known, _TAG, tag, "have 'structures' and 'triggers' (the form with 'format' is not supported)")
     for name in ("structures", "triggers"):
-        if not isinstance(tag[name], list):
-            raise FieldError(
-                f"structured_outputs.structural_tag.{name}", f"is {tag[name]!r:.200}; it must be a list", tag[name]
-            )
-    place = "structured_outputs.structural_tag"
-    _check_keys(place, tag, ("structures", "triggers", "type"))
-    if tag.get("type", "structural_tag") != "structural_tag":
-        raise FieldError(
-            f"{place}.type", f"is {tag['type']!r:.200}; it must be 'structural_tag', or be left out", tag["type"]
-        )
+        _expect(isinstance(tag[name], list), f"{_TAG}.{name}", tag[name], "be a list")
+    _expect_keys(_TAG, tag, ("structures", "triggers", "type"))
+    kind = tag.get("type", "structural_tag")
+    _expect(kind == "structural_tag", f"{_TAG}.type", kind, "be 'structural_tag', or be left out")
     triggers, tags = tag["triggers"], []
     for index, trigger in enumerate(triggers):
-        if not isinstance(trigger, str) or not trigger:
-            raise ValueError(f"{place}.triggers[{index}] is {trigger!r:.200}; it must be a string that is not empty")
+        is_text = isinstance(trigger, str) and bool(trigger)
+        _expect(is_text, f"{_TAG}.triggers[{index}]", trigger, "be a string that is not empty")
     for index, structure in enumerate(tag["structures"]):
-        where = f"{place}.structures[{index}]"
-        if not isinstance(structure, dict) or not isinstance(structure.get("begin"), str):
-            raise FieldError(
-                where, f"is {structure!r:.200}; it must be an object with 'begin', 'schema' and 'end'", structure
-            )
-        _check_keys(where, structure, ("begin", "schema", "end"))
-        begin, end = structure["begin"], structure.get("end", "")
-        if not isinstance(end, str):
-            raise FieldError(f"{where}.end", f"is {end!r:.200}; it must be a string", end)
+        where = f"{_TAG}.structures[{index}]"
+        is_known = isinstance(structure, dict) and isinstance(structure.get("begin"), str)
+        _expect(is_known, where, structure, "be an object with 'begin', 'schema' and 'end'")
+        _expect_keys(where, structure, ("begin", "schema", "end"))
+        begin, end, schema = structure["begin"], structure.get("end", ""), structure.get("schema", {})
+        _expect(isinstance(end, str), f"{where}.end", end, "be a string")
         fitting = [trigger for trigger in triggers if begin.startswith(trigger)]
         if not fitting:
             raise FieldError(
                 f"{where}.begin", f"is {begin!r}, which begins with none of the triggers {triggers!r}", begin
             )
-        schema = structure.get("schema", {})
         schema = _prepared(schema if isinstance(schema, dict) else {"allOf": [schema]}, params)
         trigger, value = max(fitting, key=len), rules.add(f"%json {json.dumps(schema)}")
         texts = rules.until(trigger), rules.given(begin.removeprefix(trigger)), value, rules.given(end)
         tags.append(rules.add(" ".join(filter(None, texts))))
     if not tags:
-        raise FieldError(place, "has no structures; it must have at least one")
-    return str(LLMatcher.grammar_from_lark(rules.render(f"{rules.any_of(tags)}* TEXT")))
-
-
-def _check_keys(place: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raises ValueError for a key that would have no effect."""
-    for name in value:
-        if name not in known:
-            raise FieldError(place, f"has an unknown key {name!r:.100}; it takes {', '.join(known)}")
+        raise FieldError(_TAG, "has no structures; it must have at least one")
+    return rules.render(f"{rules.any_of(tags)}* TEXT")

@@ -1,7 +1,9 @@
-"""Where the token masks of steps are written."""
+"""Masks of allowed tokens, and where those of steps are written. A mask is int32 words: token ``t`` is bit ``t % 32``
+of word ``t // 32``."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from multiprocessing import reduction
 from typing import Any
@@ -41,10 +43,12 @@ class MaskMemory:
         """Descriptor of its file; -1: it is in memory of this process alone."""
         return self._shared.descriptor
 
-    def __reduce__(self) -> Any:
-        """Pickle for a process that is spawned with it, which maps the same memory."""
-        arguments = self.num_words, self._max_masks, self._num_steps
-        return _map, (*arguments, reduction.DupFd(self.descriptor))
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickled for a process that is spawned with it, which maps the same memory."""
+        return {**self.__dict__, "_turn": 0, "_shared": reduction.DupFd(self.descriptor)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _shared=SharedWords(descriptor=state["_shared"].detach()))
 
     def at(self, offset: int, num_masks: int) -> np.ndarray:
         """What `next` has returned with this offset."""
@@ -58,7 +62,40 @@ class MaskMemory:
         return self.at(offset, num_masks), offset
 
 
-def _map(num_words: int, max_masks: int, num_steps: int, descriptor: Any) -> MaskMemory:
-    memory = MaskMemory(num_words, max_masks, num_steps)
-    memory.__dict__["_shared"] = SharedWords(descriptor=descriptor.detach())
-    return memory
+def fill_masks(matcher: Any, drafts: Sequence[int], masks: np.ndarray) -> Any:
+    """Fill the mask of a matcher's next token, and of those after its drafts as far as it accepts them; after that,
+    every token is allowed. ``masks``: ``[1 + num_drafts or more, words]`` int32, contiguous. Returns the
+    matcher that has computed them: an error is its own."""
+    if len(masks) > 1:
+        masks.fill(-1)
+    # Drafts on a copy: after a rollback or a reset, llguidance may return the last mask from before, if both texts have
+    # as many lexemes.
+    matcher = matcher.deep_copy() if drafts else matcher
+    address, size = masks.ctypes.data, masks[0].nbytes
+    matcher.unsafe_compute_mask_ptr(address, size)
+    for place, token_id in enumerate(drafts, start=1):
+        if matcher.try_consume_tokens([token_id]) != 1:
+            break
+        matcher.unsafe_compute_mask_ptr(address + place * size, size)
+    return matcher
+
+
+def set_only(mask: np.ndarray, token_id: int) -> None:
+    """Allow one token."""
+    mask.fill(0)
+    mask.view(np.uint32)[token_id // 32] = 1 << (token_id % 32)
+
+
+def clear_bits(mask: np.ndarray, token_ids: Iterable[int]) -> None:
+    """Do not allow tokens, if others are left."""
+    mask = mask.view(np.uint32)
+    cleared: dict[int, int] = {}  # word -> its former value
+    for token_id in token_ids:
+        place, bit = divmod(token_id, 32)
+        word = int(mask[place]) if place < len(mask) else 0
+        if word >> bit & 1:
+            cleared.setdefault(place, word)
+            mask[place] = word & ~(1 << bit)
+    if cleared and not mask.any():
+        for place, word in cleared.items():
+            mask[place] = word

@@ -4,6 +4,7 @@ own where that is faster."""
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,8 @@ import numpy as np
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput, TokenMasks
 from fleetfoot.sampling.shape import mask_size
-from fleetfoot.structured.bits import clear_bits, fill_masks, set_only
-from fleetfoot.structured.mask_space import MaskMemory
-from fleetfoot.structured.processes import MaskProcesses, ProcessError, RepeatedTasks, Replica, Replicas, is_supported
+from fleetfoot.structured.mask_space import MaskMemory, clear_bits, fill_masks, set_only
+from fleetfoot.structured.processes import MaskProcesses, ProcessError, StepTasks, is_supported
 from fleetfoot.structured.state import GrammarState, matcher_error
 from fleetfoot.structured.vocabulary import VocabularySource
 from fleetfoot.utils.process import num_cores
@@ -58,56 +58,41 @@ class _Rows:
     """The first of its masks among those of the step."""
 
 
-@dataclass(slots=True)
 class _Repeatable:
-    """A step of decodes with all of its masks from processes. If the next one has the same requests, each with one
-    more token, as is the rule, their tasks are made at once: one by one they take a tenth of a step."""
+    """A step of decodes with all of its masks from processes, and its rows. If the next one has the same requests, each
+    with one more token, as is the rule, their tasks are made at once: one by one they take a tenth of a step."""
 
-    requests: list[Request]
-    structured: list[int]
-    lengths: list[int]
-    """Lengths of the requests' outputs."""
-    rows: list[int]
-    """As of `TokenMasks`."""
-    groups: list[list[_Rows]]
-    replicas: list[Replica]
-    bans: list[Sequence[int]]
-    tasks: RepeatedTasks | None = None
-    """Made when the step is first repeated."""
-
-    @classmethod
-    def of(cls, output: SchedulerOutput, every: Sequence[_Rows], groups: list[list[_Rows]]) -> _Repeatable | None:
-        """None: it is not such a step, or masks of the next one are restricted in other ways."""
-        if max(output.structured) >= output.num_decodes:
-            return None
-        matchers, bans = [], []
-        for rows in every:
-            if rows.state.replica is None or not rows.state.has_final_bans:
-                return None
-            matchers.append(rows.state.replica)
-            bans.append(rows.state.bans(0, ()))
-        requests = [rows.request for rows in every]
-        lengths = [len(request.output_token_ids) for request in requests]
-        numbers = [rows.first_row for rows in every]
-        return cls(requests, output.structured, lengths, numbers, groups, matchers, bans)
+    def __init__(self, structured: list[int], every: Sequence[_Rows], groups: list[list[_Rows]]) -> None:
+        self.groups = groups
+        self.rows = [rows.first_row for rows in every]
+        """As of `TokenMasks`."""
+        self._structured, self._every = structured, every
+        self._requests = [rows.request for rows in every]
+        self._lengths = [len(request.output_token_ids) for request in self._requests]
+        self._tasks: StepTasks | None = None  # made when the step is first repeated
+        self._places: list[tuple[array[int], int]] = []  # of each sequence's token
 
     def is_repeated(self, output: SchedulerOutput, requests: Sequence[Request]) -> bool:
         """Whether a step differs by one more token of each request."""
-        if output.num_drafts or output.structured != self.structured or max(self.structured) >= output.num_decodes:
+        if output.num_drafts or output.structured != self._structured or max(self._structured) >= output.num_decodes:
             return False
-        if requests != self.requests or any([request.is_finished for request in requests]):
+        if requests != self._requests or any([request.is_finished for request in requests]):
             return False
-        return [len(request.output_token_ids) - 1 for request in requests] == self.lengths
+        return [len(request.output_token_ids) - 1 for request in requests] == self._lengths
 
-    def advance(self, replicas: Replicas) -> RepeatedTasks:
+    def advance(self, num_processes: int) -> StepTasks:
         """The tasks of the next step, with its tokens."""
-        if self.tasks is None:
-            self.tasks = replicas.repeated(self.replicas, self.bans)
-        self.tasks.set_tokens([request.output_token_ids[-1] for request in self.requests])
-        self.lengths = [length + 1 for length in self.lengths]
-        for replica in self.replicas:
-            replica.num_sent += 1
-        return self.tasks
+        if self._tasks is None:
+            self._tasks = tasks = StepTasks(num_processes)
+            for place, rows in enumerate(self._every):
+                if (replica := rows.state.replica) is not None:
+                    begin = tasks.add(replica, (place, 1), False, (0,), (), rows.state.bans(0, ()))
+                    self._places.append((tasks.words[replica.process], begin))
+        for (words, begin), rows in zip(self._places, self._every, strict=True):
+            words[begin] = rows.request.output_token_ids[-1]
+            rows.state.replica.num_sent += 1  # type: ignore[union-attr]
+        self._lengths = [length + 1 for length in self._lengths]
+        return self._tasks
 
 
 class TokenMasker:
@@ -122,24 +107,24 @@ class TokenMasker:
     def __init__(self, memory: MaskMemory, num_processes: int = 0) -> None:
         self._memory = memory
         self._num_processes = num_processes
-        self._replicas = Replicas()
+        self._processes = MaskProcesses()
         self._last: _Repeatable | None = None
 
     def start(self, vocabulary: VocabularySource) -> None:
         """Start the processes, in a thread. Called once, in any thread, before the first request has a grammar."""
         has_room = mask_size(vocabulary.vocab_size) == self._memory.num_words  # a tokenizer may have more tokens
         if self._num_processes and has_room and is_supported():
-            self._replicas = MaskProcesses(self._num_processes, vocabulary, self._memory.descriptor)
+            self._processes = MaskProcesses(self._num_processes, vocabulary, self._memory.descriptor)
 
     def close(self) -> None:
         """End the processes. `compute` goes on without them."""
         self._num_processes = 0
-        self._replicas.close()
-        self._replicas = Replicas()
+        self._processes.close()
+        self._processes = MaskProcesses()
 
     def settle(self) -> None:
         """Wait until the processes have compiled the grammars of all earlier steps, as tests and benchmarks do."""
-        self._replicas.settle()
+        self._processes.settle()
 
     def compute(
         self, output: SchedulerOutput, requests: Sequence[Request]
@@ -150,7 +135,10 @@ class TokenMasker:
             requests: those of ``output.structured``, with all their earlier tokens. Ended ones get no mask.
         """
         if (last := self._last) is not None and last.is_repeated(output, requests):
-            return self._repeat(last)
+            masks, offset = self._memory.next(len(last.rows))
+            self._processes.post(offset, last.advance(self._num_processes))
+            failed = self._collect(last.groups, masks)
+            return TokenMasks(last.rows, masks, self._memory.words, offset), failed
         self._last = None
         every = [
             rows
@@ -170,45 +158,37 @@ class TokenMasker:
         for rows in every:
             if rows.is_restricted:
                 _restrict(rows, _masks_of(rows, masks))
-        if len(every) == len(requests) and not output.num_drafts and not groups[-1]:
-            self._last = _Repeatable.of(output, every, groups)
+        is_even = len(every) == len(requests) and not output.num_drafts and max(output.structured) < output.num_decodes
+        if is_even and not groups[-1] and all([rows.state.replica and rows.state.has_final_bans for rows in every]):
+            self._last = _Repeatable(output.structured, every, groups)
         return TokenMasks(numbers, masks, self._memory.words, offset), failed
-
-    def _repeat(self, last: _Repeatable) -> tuple[TokenMasks, list[tuple[Request, str]]]:
-        """A step with the tasks of the last one, and other tokens."""
-        masks, offset = self._memory.next(len(last.rows))
-        self._replicas.post(offset, last.advance(self._replicas))
-        failed = self._collect(last.groups, masks)
-        return TokenMasks(last.rows, masks, self._memory.words, offset), failed
 
     def _post(self, every: Sequence[_Rows], offset: int) -> list[list[_Rows]]:
         """Let processes begin with the step. Returns the rows of each process, and after them those of this thread."""
         groups: list[list[_Rows]] = [[] for _ in range(self._num_processes + 1)]
-        has_processes = self._num_processes > 0 and len(every) > 1
+        tasks, has_processes = StepTasks(self._num_processes), self._num_processes > 0 and len(every) > 1
         for rows in every:
-            process = self._add(rows) if has_processes and not rows.begin else -1
+            process = self._add(rows, tasks) if has_processes and not rows.begin else -1
             groups[process].append(rows)
         if any(groups[:-1]):
-            self._replicas.post(offset)
+            self._processes.post(offset, tasks)
         return groups
 
-    def _add(self, rows: _Rows) -> int:
-        """Add rows to the step of the process that has a matcher of their sequence; -1: none has yet."""
+    def _add(self, rows: _Rows, tasks: StepTasks) -> int:
+        """Add rows to the tasks of the process that has a matcher of their sequence; -1: none has yet."""
         state = rows.state
         replica = state.replica
         if replica is None:
-            replica = state.replica = self._replicas.open(state.source.grammar)
+            replica = state.replica = self._processes.open(state.grammar.text)
         if replica is None or not replica.is_ready:
             return -1
         is_reset, token_ids = state.advance(rows.request.output_token_ids, replica)
-        bans: Sequence[int] = ()
-        if rows.is_restricted and rows.num_masks == 1:
-            bans = state.bans(0, rows.request.stop_token_ids)
-            rows.is_restricted = False
-        if self._replicas.add(replica, (rows.place, rows.num_masks), is_reset, token_ids, rows.drafts, bans):
+        is_single = rows.num_masks == 1  # the process excludes what is banned
+        bans = state.bans(0, rows.request.stop_token_ids) if is_single and rows.is_restricted else ()
+        if tasks.add(replica, (rows.place, rows.num_masks), is_reset, token_ids, rows.drafts, bans):
+            rows.is_restricted &= not is_single
             return replica.process
         state.replica = None  # it has missed the tokens
-        rows.is_restricted = state.has_bans
         return -1
 
     def _collect(self, groups: Sequence[Sequence[_Rows]], masks: np.ndarray) -> list[tuple[Request, str]]:
@@ -226,7 +206,7 @@ class TokenMasker:
     def _wait(self, process: int, group: Sequence[_Rows]) -> Sequence[_Rows]:
         """Wait for the masks of a process. Returns the rows that it could not compute."""
         try:
-            return [group[number] for number in self._replicas.wait(process)]
+            return [group[number] for number in self._processes.wait(process)]
         except ProcessError as ended:
             logger.warning("%s; the engine computes token masks itself", ended)
             self.close()
@@ -242,11 +222,8 @@ def _rows(output: SchedulerOutput, index: int, request: Request) -> _Rows | None
     is_decode = index < output.num_decodes
     num_drafts = output.num_drafts if is_decode else 0
     first_row = index * (1 + num_drafts) if is_decode else index + output.num_decodes * output.num_drafts
-    if state.has_begun and not num_drafts:
-        return _Rows(request, state, first_row, 1, 0, None, (), state.has_bans)
-    begin, matcher, drafts = state.walk(num_drafts)
-    is_restricted = begin > 0 or state.has_bans
-    rows = _Rows(request, state, first_row, 1 + num_drafts, begin, matcher, drafts, is_restricted)
+    begin, matcher, drafts = state.walk(num_drafts) if num_drafts or not state.has_begun else (0, None, [])
+    rows = _Rows(request, state, first_row, 1 + num_drafts, begin, matcher, drafts, begin > 0 or state.has_bans)
     if begin <= num_drafts or state.has_bans:
         return rows
     return rows if any(state.forced(place) is not None for place in range(1 + num_drafts)) else None
@@ -268,17 +245,16 @@ def _compute(rows: _Rows, masks: np.ndarray) -> str:
     masks[: rows.begin].fill(-1)
     if rows.begin >= rows.num_masks:
         return ""
-    matcher = rows.matcher
+    matcher, error = rows.matcher, ""
     if matcher is None:
-        if error := state.catch_up(rows.request.output_token_ids):
-            masks.fill(-1)
-            return error
+        error = state.catch_up(rows.request.output_token_ids)
         matcher = state.matcher  # another one, if the output has become shorter
-    matcher = fill_masks(matcher, rows.drafts, masks[rows.begin :])
-    if matcher.is_error():
+    if not error:
+        matcher = fill_masks(matcher, rows.drafts, masks[rows.begin :])
+        error = f"the grammar cannot go on: {matcher_error(matcher)}" if matcher.is_error() else ""
+    if error:
         masks.fill(-1)
-        return f"the grammar cannot go on: {matcher_error(matcher)}"
-    return ""
+    return error
 
 
 def _restrict(rows: _Rows, masks: np.ndarray) -> None:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_NOTES = frozenset(
-    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema",
-     "$defs", "definitions", "x-guidance")
-)  # fmt: skip
-_KEYWORDS = _NOTES | frozenset(
+from fleetfoot.structured.parts import NOTES, find, first_items
+
+_KEYWORDS = NOTES | frozenset(
     ("type", "enum", "const", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
      "exclusiveMaximum", "multipleOf", "properties", "patternProperties", "additionalProperties", "required",
      "minProperties", "maxProperties", "items", "prefixItems", "additionalItems", "minItems", "maxItems")
 )  # fmt: skip
-_CHOICES = ("anyOf", "oneOf")
 _REPEATED = re.compile(r"\^(\.|\\[dswDSW]|\[(?:[^\[\]\\]|\\.)+\])(?:\{(\d+)(,?)(\d*)\}|([*+?]?))\$", re.DOTALL)
 """A pattern of any number of characters of one class."""
 _QUANTIFIERS: Mapping[str, tuple[int, int | None]] = {"": (1, 1), "?": (0, 1), "*": (0, None), "+": (1, None)}
 _MAX_DEPTH = 64
+_MAX_OPTIONS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +31,13 @@ class Strings:
 
 
 class Place:
-    """A place in a document: its value is under one of some schemas."""
+    """A place in a document: its value is under one of some schemas. None: it is not known under which."""
 
     def __init__(self, root: Mapping[str, Any], options: Sequence[Mapping[str, Any]] | None, known: dict[Any, Place]):
         self._root, self._options, self._known = root, options, known
-        self._rest: Place | None = None  # of items after the first ones
-        self._properties: dict[str, Place] = {}  # of the schemas
+        self._names = {name for option in options or () for name in option.get("properties", ())}
+        self._num_first = max((len(first_items(option)) for option in options or ()), default=0)
+        self._parts: dict[str | int | None, Place] = {}  # by the name or index; None: of other names
         kinds = {_strings(option) for option in options or () if _allows(option, "string")}
         self.strings = kinds.pop() if len(kinds) == 1 else None
         """Those that the value can be, if it is a string; None: not known, or others."""
@@ -49,69 +48,54 @@ class Place:
 
     def property(self, name: str | None) -> Place:
         """The place of a property's value. None: its name is not known."""
-        if self._options is None or name is None:
-            return self._find(None)
-        if name in self._properties:
-            return self._properties[name]
-        options = [option for option in self._options if _allows(option, "object")]
-        place = self._find([_property(option, name) for option in options])
-        if any(name in option.get("properties", ()) for option in options):
-            self._properties[name] = place
-        return place
+        if name is None:
+            return self._find([None])
+        return self._part("object", name if name in self._names else None, _property)
 
     def item(self, index: int) -> Place:
         """The place of an array's item."""
-        if self._options is None:
-            return self._find(None)
-        options = [option for option in self._options if _allows(option, "array")]
-        if index < max((len(_first_items(option)) for option in options), default=0):
-            return self._find([_item(option, index) for option in options])
-        if self._rest is None:
-            self._rest = self._find([_item(option, index) for option in options])
-        return self._rest
+        return self._part("array", min(index, self._num_first), _item)
 
-    def _find(self, schemas: Sequence[Any] | None) -> Place:
+    def _part(self, kind: str, key: str | int | None, part: Callable[[Any, Any], Any]) -> Place:
+        if key not in self._parts:
+            options = self._options
+            schemas = [None] if options is None else [part(one, key) for one in options if _allows(one, kind)]
+            self._parts[key] = self._find(schemas)
+        return self._parts[key]
+
+    def _find(self, schemas: Iterable[Any]) -> Place:
         """The place that is under these schemas; equal ones are one object."""
-        options: list[Mapping[str, Any]] | None = None if schemas is None else []
-        for schema in schemas or ():
-            if options is None or not self._expand(schema, options, 0):
-                options = None
-                break
+        options = self._expand(schemas, 0)
         unique = None if options is None else {id(option): option for option in options}
         key = None if unique is None else frozenset(unique)
         if key not in self._known:
             self._known[key] = Place(self._root, None if unique is None else [*unique.values()], self._known)
         return self._known[key]
 
-    def _expand(self, schema: Any, options: list[Mapping[str, Any]], depth: int) -> bool:
-        """Append the alternatives of a schema. Returns whether all of it is understood."""
+    def _expand(self, schemas: Iterable[Any], depth: int) -> list[Mapping[str, Any]] | None:
+        """The schemas without alternatives; None: one is not understood."""
+        options: list[Mapping[str, Any]] = []
+        for schema in schemas:
+            found = self._expand_one(_ANY if schema is True else schema, depth)
+            if found is None or len(options) > _MAX_OPTIONS:
+                return None
+            options += found
+        return options
+
+    def _expand_one(self, schema: Any, depth: int) -> list[Mapping[str, Any]] | None:
         if schema is False:
-            return True
-        if schema is True:
-            schema = _ANY
+            return []
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-            return False
-        demands = schema.keys() - _NOTES
-        if demands == {"$ref"}:
-            return self._expand(_resolve(self._root, schema["$ref"]), options, depth + 1)
-        if len(demands) == 1 and (choice := next(iter(demands))) in _CHOICES:
-            return all(self._expand(part, options, depth + 1) for part in schema[choice])
-        options.append(schema)
-        return schema.keys() <= _KEYWORDS
+            return None
+        match [*(schema.keys() - NOTES)]:
+            case ["$ref"]:
+                return self._expand([find(self._root, schema["$ref"])], depth + 1)
+            case ["anyOf" | "oneOf" as choice]:
+                return self._expand(schema[choice], depth + 1)
+        return [schema] if schema.keys() <= _KEYWORDS else None
 
 
 _ANY: Mapping[str, Any] = {}
-_UNKNOWN = None
-"""No schema."""
-
-
-def _resolve(root: Mapping[str, Any], reference: str) -> Any:
-    """The schema that a pointer names. None: there is none, or it is no pointer."""
-    names = reference.split("/")
-    part: Any = root if names[0] == "#" else None
-    for name in names[1:]:
-        part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
-    return part
 
 
 def _allows(schema: Mapping[str, Any], kind: str) -> bool:
@@ -121,14 +105,10 @@ def _allows(schema: Mapping[str, Any], kind: str) -> bool:
 
 def all_strings(part: Any) -> Iterator[Strings]:
     """All strings of all schemas in a schema, and some more."""
-    if isinstance(part, dict):
-        if _allows(part, "string") and (found := _strings(part)) is not None:
-            yield found
-        for child in part.values():
-            yield from all_strings(child)
-    elif isinstance(part, list):
-        for child in part:
-            yield from all_strings(child)
+    if isinstance(part, dict) and _allows(part, "string") and (found := _strings(part)) is not None:
+        yield found
+    for child in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from all_strings(child)
 
 
 def _strings(schema: Mapping[str, Any]) -> Strings | None:
@@ -153,24 +133,20 @@ def _strings(schema: Mapping[str, Any]) -> Strings | None:
     return Strings(characters, max(least, shortest), min(bounds, default=None))
 
 
-def _property(schema: Mapping[str, Any], name: str) -> Any:
+def _property(schema: Mapping[str, Any], name: str | None) -> Any:
+    """The schema of a property; None: it is not clear."""
     others = schema.get("patternProperties", {})
     is_open = all(pattern == "^" and part in ({}, True) for pattern, part in others.items())
     if not is_open or schema.keys() & {"enum", "const"}:
-        return _UNKNOWN
+        return None
     default = True if others else schema.get("additionalProperties", True)
     return schema.get("properties", {}).get(name, default)
 
 
-def _first_items(schema: Mapping[str, Any]) -> Sequence[Any]:
-    items = schema.get("items")
-    return items if isinstance(items, list) else schema.get("prefixItems", ())
-
-
 def _item(schema: Mapping[str, Any], index: int) -> Any:
+    """The schema of an item; None: it is not clear."""
+    first = first_items(schema)
     if schema.keys() & {"enum", "const"}:
-        return _UNKNOWN
-    first = _first_items(schema)
-    if index < len(first):
-        return first[index]
-    return schema.get("additionalItems" if isinstance(schema.get("items"), list) else "items", True)
+        return None
+    other = schema.get("additionalItems" if isinstance(schema.get("items"), list) else "items", True)
+    return first[index] if index < len(first) else other

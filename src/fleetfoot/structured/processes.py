@@ -1,16 +1,19 @@
-"""Processes that compute token masks beside the thread that steps: the engine's side.
+"""Processes that compute token masks beside the thread that steps, each for some of an engine's sequences.
 
 A mask takes 10 to 20 us, and threads of one process hold each other up within the library, so that eight take longer
-than one. Each process has matchers of its own for some of the sequences (`mask_server`).
+than one. Grammars come by a process's standard input, steps through shared memory, in which both sides look for changes
+for a moment before they block: waking up a thread takes as long as several masks. Masks are written where the runner
+reads them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
-import logging
 import os
 import platform
+import select
 import subprocess
 import sys
 import threading
@@ -18,58 +21,104 @@ import time
 import weakref
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
 
 from fleetfoot.config import env
 from fleetfoot.native.loading import watch
-from fleetfoot.structured import mask_server
+from fleetfoot.sampling.shape import mask_size
 from fleetfoot.structured.grammars import GrammarText
-from fleetfoot.structured.mask_server import (
-    DONE,
-    IS_READY,
-    LOOK_NS,
-    NUM_COMMANDS,
-    NUM_FAILED,
-    NUM_READ,
-    NUM_READY,
-    OFFSET,
-    PIPE_BYTES,
-    POSTED,
-    SETTLE,
-    SLEEPS,
-    TASK,
-    WRAP,
-    StepMemory,
-)
+from fleetfoot.structured.mask_space import clear_bits, fill_masks
+from fleetfoot.structured.strings import new_matcher
 from fleetfoot.structured.vocabulary import VocabularySource
+from fleetfoot.utils.process import write_to
+from fleetfoot.utils.shared_words import SharedWords
 
-logger = logging.getLogger(__name__)
-
+_NUM_COMMANDS = 1 << 16
+"""int32 of a step's commands."""
+_TASK = 7
+"""int32 of a task, before its tokens, drafts and bans."""
+_HEADER = 64
+_POSTED, _OFFSET, _DONE, _SLEEPS, _IS_READY, _NUM_FAILED, _NUM_READ = 0, 1, 16, 17, 18, 19, 20
+"""Places in the header: a step's number and where its masks begin, written by the engine, and what its process writes,
+in another cache line."""
 _NUM_SLOTS = 1024
 """Sequences of a process."""
-_MAX_GRAMMARS = 256
-"""Grammars that a process keeps."""
+_NUM_PLACES = 256
+"""Places for the numbers of the grammars that a process has compiled: that of a grammar is its number's remainder."""
+_MAX_GRAMMARS = _NUM_PLACES
 _MAX_GRAMMAR = 1 << 17
 """Bytes of a grammar that is sent through a pipe. Larger ones stay with the thread that steps."""
+_LOOK_NS = 20_000
+"""How long both sides look at a word before they look at something else."""
+_SPIN_S = 0.002
+"""How long a process looks for the next step before it blocks."""
+_SLEEP_S = 0.05
+"""How long it blocks at most: a step can be posted while it falls asleep."""
+_PIPE_BYTES = 1 << 20
 _F_SETPIPE_SZ = 1031
+_WRAP = 1 << 31
+_SETTLE = "settle"
 
 
 class ProcessError(RuntimeError):
     """A process that computes masks has ended."""
 
 
-class Replicas:
-    """Matchers of sequences, in other processes; here there are none.
+class _StepMemory:
+    """What a process shares with the engine beside masks: a header, compiled grammars, and commands; all int32."""
 
-    A step: `add` for each sequence, `post`, `wait` for each process that has tasks.
-    """
+    def __init__(self, descriptor: int = -1) -> None:
+        sizes = (_HEADER, _NUM_PLACES, _NUM_COMMANDS)
+        self.file = SharedWords(sum(sizes), descriptor=descriptor, name="fleetfoot-mask-steps")
+        ends, view = accumulate(sizes, initial=0), self.file.words.data
+        self.header, self.ready, self.commands = (view[begin:end] for begin, end in pairwise(ends))
 
-    num_processes = 0
+    def watch(self, place: int) -> Callable[[int, int], bool]:
+        """`watch` of a word of the header."""
+        return watch(int(self.file.words.ctypes.data) + 4 * place)
 
-    def open(self, grammar: GrammarText) -> Replica | None:
-        """A matcher at the beginning of a grammar; None: there is no room, or no process is ready."""
-        return None
+
+# --- the engine's side ------------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """A matcher in another process, which is given back when the object is collected."""
+
+    __slots__ = ("_freed", "_grammar", "_has_begun", "_ready", "num_sent", "process", "slot")
+
+    def __init__(self, process: int, slot: int, grammar: int, ready: memoryview, freed: deque[int]) -> None:
+        self.process, self.slot = process, slot
+        self.num_sent = 0
+        """Tokens that it has consumed, or that are posted."""
+        self._grammar, self._ready, self._freed = grammar, ready, freed
+        self._has_begun = False  # a step has been posted for it
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its grammar is compiled there."""
+        return self._has_begun or self._ready[self._grammar % _NUM_PLACES] == self._grammar
+
+    def begin(self, is_reset: bool) -> int:
+        """The grammar that its next task begins; 0: it goes on."""
+        number = 0 if self._has_begun and not is_reset else self._grammar
+        self._has_begun = True
+        return number
+
+    def __del__(self) -> None:
+        self._freed.append(self.slot)
+
+
+class StepTasks:
+    """The tasks of a step: the masks of a sequence's next token, and of those after its drafts."""
+
+    def __init__(self, num_processes: int) -> None:
+        self.words = [array("i", [0]) for _ in range(num_processes)]
+        """Those of each process: their number, and each one."""
 
     def add(
         self,
@@ -79,8 +128,8 @@ class Replicas:
         token_ids: Sequence[int],
         drafts: Sequence[int],
         bans: Sequence[int],
-    ) -> bool:
-        """Add a task to the step: the masks of a sequence's next token, and of those after its drafts.
+    ) -> int:
+        """Add a task.
 
         Args:
             place: the first of the masks of the step that are written, and their number.
@@ -88,251 +137,142 @@ class Replicas:
             token_ids: consumed first.
             bans: tokens that the first mask does not allow, if it allows others.
 
-        Returns whether there is room.
+        Returns where its tokens are among the words of its process; 0: there is no room.
         """
-        return False
-
-    def repeated(self, replicas: Sequence[Replica], bans: Sequence[Sequence[int]]) -> RepeatedTasks:
-        """Tasks for one token and one mask of each sequence, in their order; see `add`."""
-        raise ProcessError("there is no process")
-
-    def post(self, offset: int, repeated: RepeatedTasks | None = None) -> None:
-        """Begin to compute the step: what was added, or ``repeated``. ``offset``: int32 before its masks, in the file
-        of masks."""
-
-    def wait(self, process: int) -> list[int]:
-        """Wait until a process that has tasks has written its masks. Returns the numbers of those tasks that have
-        failed, in the order of `add`. Raises ProcessError: it has ended."""
-        raise ProcessError("there is no process")
-
-    def settle(self) -> None:
-        """Wait until all grammars are compiled that were opened."""
-
-    def close(self) -> None:
-        """End the processes."""
-
-
-@dataclass(slots=True)
-class _Grammar:
-    """A grammar that a process keeps."""
-
-    number: int
-    is_compiled: bool = False
-
-
-class Replica:
-    """A matcher in another process, which is given back when the object is collected."""
-
-    __slots__ = ("_freed", "_ready", "grammar", "has_begun", "num_sent", "process", "slot")
-
-    def __init__(self, process: int, slot: int, grammar: _Grammar, ready: memoryview, freed: deque[int]) -> None:
-        self.process, self.slot, self.grammar = process, slot, grammar
-        self.num_sent = 0
-        """Tokens that it has consumed, or that are posted."""
-        self.has_begun = False
-        """Whether a step has been posted for it."""
-        self._ready, self._freed = ready, freed
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its grammar is compiled there."""
-        grammar = self.grammar
-        if not grammar.is_compiled:
-            grammar.is_compiled = self._ready[grammar.number % NUM_READY] == grammar.number
-        return grammar.is_compiled
-
-    def __del__(self) -> None:
-        self._freed.append(self.slot)
-
-
-class RepeatedTasks:
-    """The tasks of a step with one token and one mask of each sequence."""
-
-    def __init__(self, num_processes: int) -> None:
-        self.tasks = [array("i", [0]) for _ in range(num_processes)]
-        """Tasks of each process: their number, and each one."""
-        self._places: list[tuple[array[int], int]] = []  # of each sequence's token
-
-    def add(self, replica: Replica, row: int, bans: Sequence[int]) -> None:
-        tasks = self.tasks[replica.process]
-        self._places.append((tasks, len(tasks) + TASK))
-        tasks.extend((replica.slot, 0, row, 1, 1, 0, len(bans), 0, *bans))
-        tasks[0] += 1
-
-    def set_tokens(self, token_ids: Sequence[int]) -> None:
-        """The token of each sequence."""
-        for (tasks, place), token_id in zip(self._places, token_ids, strict=True):
-            tasks[place] = token_id
+        words = self.words[replica.process]
+        num_tokens, num_drafts, num_bans = len(token_ids), len(drafts), len(bans)
+        begin = len(words) + _TASK
+        if begin + num_tokens + num_drafts + num_bans > _NUM_COMMANDS:
+            return 0
+        number = replica.begin(is_reset)
+        words.extend((replica.slot, number, *place, num_tokens, num_drafts, num_bans, *token_ids, *drafts, *bans))
+        words[0] += 1
+        return begin
 
 
 @dataclass(slots=True)
 class _Process:
     process: subprocess.Popen[bytes]
-    memory: StepMemory
+    memory: _StepMemory
     is_done: Callable[[int, int], bool]
     """`watch` of the step that is done."""
     free: list[int] = field(default_factory=lambda: [*reversed(range(_NUM_SLOTS))])
     """Slots without a sequence. The one used last is taken first, since a slot keeps its matcher."""
     freed: deque[int] = field(default_factory=deque)
-    """Numbers of replicas that were collected, in any thread."""
-    grammars: OrderedDict[str, _Grammar] = field(default_factory=OrderedDict)
-    """Those that it keeps, the one used last at the end."""
-    tasks: array[int] = field(default_factory=lambda: array("i", [0]))
-    """Tasks of the next step: their number, and each one."""
+    """Those of replicas that were collected, in any thread."""
+    grammars: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    """Numbers of those that it keeps, the one used last at the end."""
     num_written: int = 0
     """Bytes, modulo 2**31."""
 
     def send(self, message: object) -> bool:
         """Returns whether the pipe has room, so that no step waits for a process that reads it late."""
         line = json.dumps(message).encode() + b"\n"
-        unread = (self.num_written - self.memory.header[NUM_READ]) % WRAP
-        if unread + len(line) > PIPE_BYTES // 2:
+        unread = (self.num_written - self.memory.header[_NUM_READ]) % _WRAP
+        if unread and unread + len(line) > _PIPE_BYTES // 2:
             return False
-        self.num_written = (self.num_written + len(line)) % WRAP
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # the next `wait` finds that it has ended
-            self.process.stdin.write(line)
-            self.process.stdin.flush()
+        self.num_written = (self.num_written + len(line)) % _WRAP
+        write_to(self.process, line)  # the next `wait` finds whether it has ended
         return True
 
-    def collect(self) -> None:
-        """Take back the slots of replicas that were collected."""
-        while self.freed:
-            self.free.append(self.freed.popleft())
+    def keep(self, grammar: GrammarText) -> int:
+        """The number of a grammar that it keeps, or begins to compile; 0: it has too much to read at this time."""
+        number = self.grammars.get(grammar.text, 0)
+        if not number:
+            is_full = len(self.grammars) == _MAX_GRAMMARS
+            former = next(iter(self.grammars.values())) if is_full else len(self.grammars)
+            number = (former + _NUM_PLACES) % _WRAP or _NUM_PLACES
+            if not self.send([number, grammar.content, grammar.is_schema, grammar.marks]):
+                return 0
+            if is_full:
+                self.grammars.popitem(last=False)
+            self.grammars[grammar.text] = number
+        self.grammars.move_to_end(grammar.text)
+        return number
 
 
-class MaskProcesses(Replicas):
+class MaskProcesses:
     """The engine's side of ``num_processes`` processes, which start in a thread. Ended processes are not replaced.
 
-    One thread at a time calls its methods; replicas may be collected in others. ``masks``: the descriptor of the file
-    that masks are written to.
+    One thread at a time calls its methods; replicas may be collected in others. A step: `post`, and `wait` for each
+    process that has tasks.
+
+    Args:
+        source: of their vocabulary; None: there is no process.
+        masks: descriptor of the file that masks are written to.
     """
 
-    def __init__(self, num_processes: int, source: VocabularySource, masks: int) -> None:
-        self.num_processes = num_processes
-        self._source = source
-        self._masks = masks
+    def __init__(self, num_processes: int = 0, source: VocabularySource | None = None, masks: int = -1) -> None:
+        self._num_processes = num_processes
         self._step = 0
-        self._number = 1
         self._processes: list[_Process] = []
-        self._starting = threading.Thread(target=self._start, name="fleetfoot-mask-processes", daemon=True)
+        arguments = self._processes, num_processes, source, masks
+        self._starting = threading.Thread(target=_start, args=arguments, name="fleetfoot-mask-processes", daemon=True)
         self._end = weakref.finalize(self, _end, self._processes)
-        self._starting.start()
-
-    def _start(self) -> None:
-        started = [_start(self._masks) for _ in range(self.num_processes)]
-        source = self._source
-        settings = json.dumps([source.tokenizer, source.vocab_size, list(source.eos_token_ids)]).encode() + b"\n"
-        for process in started:
-            assert process.process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.process.stdin.write(settings)
-                process.process.stdin.flush()
-                process.num_written = len(settings)
-        self._processes.extend(started)
+        if source is not None:
+            self._starting.start()
 
     @property
-    def is_ready(self) -> bool:
+    def _is_ready(self) -> bool:
         """Whether all processes have read the vocabulary."""
         processes = self._processes
-        return len(processes) == self.num_processes and all(one.memory.header[IS_READY] for one in processes)
+        return 0 < len(processes) == self._num_processes and all(one.memory.header[_IS_READY] for one in processes)
 
     def open(self, grammar: GrammarText) -> Replica | None:
-        if len(grammar.text) > _MAX_GRAMMAR or not self.is_ready:
+        """A matcher at the beginning of a grammar; None: there is no room, or no process is ready."""
+        if len(grammar.text) > _MAX_GRAMMAR or not self._is_ready:
             return None
         for one in self._processes:
-            one.collect()
-        number = max(range(self.num_processes), key=lambda index: len(self._processes[index].free))
-        chosen = self._processes[number]
-        known = self._keep(chosen, grammar) if chosen.free else None
-        return None if known is None else Replica(number, chosen.free.pop(), known, chosen.memory.ready, chosen.freed)
+            while one.freed:
+                one.free.append(one.freed.popleft())
+        number, chosen = max(enumerate(self._processes), key=lambda one: len(one[1].free))
+        known = chosen.keep(grammar) if chosen.free else 0
+        return Replica(number, chosen.free.pop(), known, chosen.memory.ready, chosen.freed) if known else None
 
-    def _keep(self, chosen: _Process, grammar: GrammarText) -> _Grammar | None:
-        """A grammar that a process keeps, or begins to compile. None: it has too much to read at this time."""
-        known = chosen.grammars.get(grammar.text)
-        if known is None:
-            oldest = next(iter(chosen.grammars)) if len(chosen.grammars) == _MAX_GRAMMARS else None
-            dropped = None if oldest is None else chosen.grammars[oldest].number
-            if not chosen.send([self._number, grammar, dropped]):
-                return None
-            if oldest is not None:
-                del chosen.grammars[oldest]
-            known = chosen.grammars[grammar.text] = _Grammar(self._number)
-            self._number = _next(self._number)
-        chosen.grammars.move_to_end(grammar.text)
-        return known
+    def post(self, offset: int, tasks: StepTasks) -> None:
+        """Begin to compute a step. ``offset``: int32 before its masks, in the file of masks."""
+        self._step = self._step % (_WRAP - 1) + 1
+        for process, words in zip(self._processes, tasks.words, strict=True):
+            if words[0]:
+                header = process.memory.header
+                process.memory.commands[: len(words)] = memoryview(words)
+                header[_OFFSET] = offset
+                header[_POSTED] = self._step
+                if header[_SLEEPS]:
+                    process.send(None)
 
-    def add(
-        self,
-        replica: Replica,
-        place: tuple[int, int],
-        is_reset: bool,
-        token_ids: Sequence[int],
-        drafts: Sequence[int],
-        bans: Sequence[int],
-    ) -> bool:
-        tasks = self._processes[replica.process].tasks
-        num_tokens, num_drafts, num_bans = len(token_ids), len(drafts), len(bans)
-        if len(tasks) + TASK + num_tokens + num_drafts + num_bans > NUM_COMMANDS:
-            return False
-        begin = 0 if replica.has_begun and not is_reset else replica.grammar.number
-        task = replica.slot, begin, *place, num_tokens, num_drafts, num_bans, *token_ids, *drafts, *bans
-        tasks.extend(task)
-        tasks[0] += 1
-        replica.has_begun = True
-        return True
-
-    def repeated(self, replicas: Sequence[Replica], bans: Sequence[Sequence[int]]) -> RepeatedTasks:
-        tasks = RepeatedTasks(self.num_processes)
-        for place, (replica, banned) in enumerate(zip(replicas, bans, strict=True)):
-            tasks.add(replica, place, banned)
-        return tasks
-
-    def post(self, offset: int, repeated: RepeatedTasks | None = None) -> None:
-        self._step = _next(self._step)
-        for number, process in enumerate(self._processes):
-            tasks = process.tasks if repeated is None else repeated.tasks[number]
-            if tasks[0]:
-                memory = process.memory
-                memory.commands[: len(tasks)] = memoryview(tasks)
-                memory.header[OFFSET] = offset
-                memory.header[POSTED] = self._step
-                self._wake(process)
-                if repeated is None:
-                    process.tasks = array("i", [0])
-
-    def _wake(self, process: _Process) -> None:
-        if process.memory.header[SLEEPS]:
-            process.send(None)
-
-    def wait(self, process: int) -> list[int]:
-        one = self._processes[process]
+    def wait(self, number: int) -> list[int]:
+        """Wait until a process that has tasks has written its masks. Returns the numbers of those tasks that have
+        failed, in the order of `StepTasks.add`. Raises ProcessError: it has ended."""
+        if not self._processes:
+            raise ProcessError("the processes that compute token masks have been ended")
+        one = self._processes[number]
         header = one.memory.header
         num_looks = 0
-        while (done := header[DONE]) != self._step and not one.is_done(done, LOOK_NS):
+        while (done := header[_DONE]) != self._step and not one.is_done(done, _LOOK_NS):
             num_looks += 1
             if num_looks % 16 == 0:
                 if one.process.poll() is not None:
                     raise ProcessError(f"a process that computes token masks has ended ({one.process.returncode})")
-                self._wake(one)
+                if header[_SLEEPS]:
+                    one.send(None)
                 time.sleep(0)
-        return one.memory.commands[: header[NUM_FAILED]].tolist()
+        return one.memory.commands[: header[_NUM_FAILED]].tolist()
 
     def settle(self) -> None:
-        self._starting.join()
+        """Wait until all grammars are compiled that were opened."""
+        if self._starting.is_alive():
+            self._starting.join()
         for one in self._processes:
-            one.send(SETTLE)
+            one.send(_SETTLE)
             assert one.process.stdout is not None
             one.process.stdout.readline()
 
     def close(self) -> None:
-        self._starting.join()
+        """End the processes."""
+        if self._starting.is_alive():
+            self._starting.join()
         self._end()
-
-
-def _next(number: int) -> int:
-    """The number after another one, from 1 to the largest int32."""
-    return number % (WRAP - 1) + 1
 
 
 def is_supported() -> bool:
@@ -340,12 +280,19 @@ def is_supported() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
 
-def _start(masks: int) -> _Process:
+def _start(processes: list[_Process], num_processes: int, source: VocabularySource, masks: int) -> None:
+    started = [_started(masks) for _ in range(num_processes)]
+    for one in started:
+        one.send([source.tokenizer, source.vocab_size, [*source.eos_token_ids]])
+    processes.extend(started)
+
+
+def _started(masks: int) -> _Process:
     import fcntl
 
-    memory = StepMemory()
+    memory = _StepMemory()
     process = subprocess.Popen(
-        [sys.executable, "-m", mask_server.__name__, str(memory.file.descriptor), str(masks)],
+        [sys.executable, "-m", __name__, str(memory.file.descriptor), str(masks)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=[memory.file.descriptor, masks],
@@ -354,16 +301,149 @@ def _start(masks: int) -> _Process:
     )
     assert process.stdin is not None
     with contextlib.suppress(OSError):
-        fcntl.fcntl(process.stdin, _F_SETPIPE_SZ, PIPE_BYTES)
-    return _Process(process, memory, watch(memory.address(DONE)))
+        fcntl.fcntl(process.stdin, _F_SETPIPE_SZ, _PIPE_BYTES)
+    return _Process(process, memory, memory.watch(_DONE))
 
 
 def _end(processes: list[_Process]) -> None:
     while processes:
         process = processes.pop().process
         process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        with contextlib.suppress(OSError):
+            process.communicate()
+
+
+# --- the other side ---------------------------------------------------------------------------------------------------
+
+
+class _Server:
+    """Serves one engine: reads grammars from standard input, and steps from shared memory."""
+
+    def __init__(self, memory: _StepMemory, masks: SharedWords) -> None:
+        self._memory = memory
+        self._masks = masks.words
+        self._lines: deque[bytes] = deque()
+        self._buffer = b""  # after the last line
+        while not self._lines:
+            self._read_lines()
+        self._tokenizer = VocabularySource(*json.loads(self._lines.popleft())).read()
+        self._num_words = mask_size(self._tokenizer.vocab_size)  # of a mask
+        # of slots, with the numbers of their grammars, and at the beginning
+        self._matchers: dict[int, tuple[Any, int, Any]] = {}
+        self._grammars: dict[int, tuple[int, Any]] = {}  # by place: number, and the matcher at the beginning
+        self._threads: list[threading.Thread] = []  # that compile
+
+    def run(self) -> None:
+        """Serve until standard input ends."""
+        gc.collect()
+        gc.disable()  # steps make no circles
+        header = self._memory.header
+        is_posted = self._memory.watch(_POSTED)
+        header[_IS_READY] = 1
+        done = 0
+        while True:
+            deadline = time.perf_counter() + _SPIN_S
+            while not is_posted(done, _LOOK_NS):
+                self._take_messages(0.0)
+                if time.perf_counter() > deadline:
+                    header[_SLEEPS] = 1
+                    if header[_POSTED] == done:
+                        self._take_messages(_SLEEP_S)
+                    header[_SLEEPS] = 0
+            done = header[_POSTED]
+            failed = self._compute(header[_OFFSET])
+            self._memory.commands[: len(failed)] = memoryview(array("i", failed))
+            header[_NUM_FAILED] = len(failed)
+            header[_DONE] = done
+            self._take_messages(0.0)
+
+    def _compute(self, offset: int) -> list[int]:
+        """Compute the masks of the posted step. Returns the numbers of tasks that have failed."""
+        commands, num_words = self._memory.commands, self._num_words
+        words = self._masks.data
+        address, row_bytes = self._masks.ctypes.data + 4 * offset, 4 * num_words
+        place, failed = 1, []
+        for number in range(commands[0]):
+            slot, begins, row, num_masks, num_tokens, num_drafts, num_bans = commands[place : place + _TASK]
+            begin = place + _TASK
+            drafts_at = begin + num_tokens
+            bans_at = drafts_at + num_drafts
+            place = bans_at + num_bans
+            matcher = self._begin(slot, begins) if begins else self._matchers[slot][0]
+            if matcher is None:
+                failed.append(number)
+                continue
+            for index in range(begin, drafts_at):
+                matcher.consume_token(commands[index])
+            if num_masks == 1 and not num_drafts:
+                matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+            else:
+                drafts = commands[drafts_at:bans_at].tolist()
+                matcher = fill_masks(matcher, drafts, self._mask(offset, row, num_masks))
+            if num_bans and _allows_any(words, offset + row * num_words, commands[bans_at:place]):
+                clear_bits(self._mask(offset, row)[0], commands[bans_at:place])
+            if matcher.is_error():
+                failed.append(number)
+        return failed
+
+    def _mask(self, offset: int, row: int, num_masks: int = 1) -> np.ndarray:
+        """Masks of the step, ``[num_masks, num_words]``."""
+        begin = offset + row * self._num_words
+        return self._masks[begin : begin + num_masks * self._num_words].reshape(num_masks, -1)
+
+    def _begin(self, slot: int, number: int) -> Any:
+        """The matcher of a slot at the beginning of a grammar. None: the grammar is not kept any more."""
+        _, former, beginning = self._matchers.get(slot, (None, 0, None))
+        if former != number:
+            former, beginning = self._grammars.get(number % _NUM_PLACES, (0, None))
+        if former != number or beginning is None:
+            return None
+        matcher = beginning.deep_copy()  # a reset could keep a mask; see `fill_masks`
+        self._matchers[slot] = matcher, number, beginning
+        return matcher
+
+    def _take_messages(self, seconds: float) -> None:
+        """Take what is there, or what comes within so many seconds."""
+        if select.select([0], [], [], 0.0 if self._lines else seconds)[0]:
+            self._read_lines()
+        while self._lines:
+            message = json.loads(self._lines.popleft())
+            if message == _SETTLE:
+                for thread in self._threads:
+                    thread.join()
+                os.write(1, b"\n")
+            elif message is not None:
+                self._grammars[message[0] % _NUM_PLACES] = message[0], None
+                self._threads = [thread for thread in self._threads if thread.is_alive()]
+                self._threads.append(threading.Thread(target=self._compile, args=message, daemon=True))
+                self._threads[-1].start()
+
+    def _compile(self, number: int, *grammar: Any) -> None:
+        matcher, place = new_matcher(self._tokenizer, GrammarText(*grammar)), number % _NUM_PLACES
+        if self._grammars[place][0] == number:  # else a newer one has its place
+            self._grammars[place] = number, matcher
+            self._memory.ready[place] = number
+
+    def _read_lines(self) -> None:
+        """Read the lines of standard input that are there; wait for a part of one."""
+        text = os.read(0, _PIPE_BYTES)
+        if not text:
+            os._exit(0)  # the engine has ended
+        header = self._memory.header
+        header[_NUM_READ] = (header[_NUM_READ] + len(text)) % _WRAP
+        *lines, self._buffer = (self._buffer + text).split(b"\n")
+        self._lines.extend(lines)
+
+
+def _allows_any(words: memoryview, begin: int, token_ids: Iterable[int]) -> bool:
+    """Whether the mask that begins at ``begin`` allows one of the tokens; `clear_bits` takes ten times as long."""
+    return any(words[begin + token_id // 32] >> token_id % 32 & 1 for token_id in token_ids)
+
+
+def main() -> None:
+    memory, masks = (int(text) for text in sys.argv[1:])
+    _Server(_StepMemory(memory), SharedWords(descriptor=masks)).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -12,26 +12,14 @@ from fleetfoot.structured.processes import Replica
 from fleetfoot.structured.vocabulary import VocabularySource
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarSource:
-    """What a matcher is made of."""
-
-    grammar: GrammarText
-    tokenizer: Any
-    """An `llguidance.LLTokenizer`. Ids after the tokenizer's own, up to the model's vocabulary, are never allowed."""
-    vocabulary: VocabularySource
-    """What the tokenizer is made of."""
-
-
 class ReasoningEnd:
     """Finds the text after which a grammar begins. ``piece``: the text of a token."""
 
     def __init__(self, marker: bytes, piece: Callable[[int], bytes]) -> None:
-        self._marker = marker
-        self._piece = piece
+        self._marker, self._piece = marker, piece
         self._begin: Sequence[int] = ()
         self._end: Sequence[int] = ()
-        self._limit: int | None = None
+        self._limit = 0
 
     def limit(self, num_tokens: int, begin: Sequence[int], end: Sequence[int]) -> None:
         """Force the tokens ``begin`` at first, and ``end`` after ``num_tokens`` more."""
@@ -41,17 +29,29 @@ class ReasoningEnd:
         """The token that must be at a position of the output, which is before the end; None: any."""
         if position < len(self._begin):
             return self._begin[position]
-        place = -1 if self._limit is None else position - self._limit
+        place = position - self._limit
         return self._end[place] if 0 <= place < len(self._end) else None
 
     def find(self, tail: bytes, token_id: int) -> tuple[bytes, bytes | None]:
         """Read a token after ``tail``, the text that may begin the marker. Returns the new tail, and the rest of the
         token's text after the marker; None: it is not there yet."""
-        text = tail + self._piece(token_id)
-        place = text.find(self._marker)
-        if place >= 0:
-            return b"", text[place + len(self._marker) :]
-        return text[max(0, len(text) - len(self._marker) + 1) :], None
+        before, found, rest = (tail + self._piece(token_id)).partition(self._marker)
+        return (b"", rest) if found else (before[max(0, len(before) - len(self._marker) + 1) :], None)
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled constraint."""
+
+    matcher: Any
+    """An `llguidance.LLMatcher` at the beginning; sequences get copies."""
+    text: GrammarText
+    tokenizer: Any
+    """An `llguidance.LLTokenizer`. Ids after the tokenizer's own, up to the model's vocabulary, are never allowed."""
+    vocabulary: VocabularySource
+    """What the tokenizer is made of."""
+    reasoning: ReasoningEnd | None
+    """None: the constraint begins at once."""
 
 
 def matcher_error(matcher: Any) -> str:
@@ -63,49 +63,41 @@ def matcher_error(matcher: Any) -> str:
 class GrammarState:
     """One sequence. The state follows from its output tokens, so preemptions and restarts need nothing else.
 
-    A matcher consumes ``prefix`` and the output after ``begin``: `tokens` has those that it lacks.
+    A matcher consumes the prefix, which is what the last token of reasoning has of the answer, and the output after
+    it: `tokens` has those that it lacks.
 
     Args:
-        matcher: an `llguidance.LLMatcher` at the beginning, of which the sequence gets copies.
-        source: what the matcher was made of.
-        reasoning_end: None: the grammar begins at once.
         banned: tokens that are never allowed where another one is: the end tokens, with ``ignore_eos``.
         min_tokens: end tokens and ``stop_token_ids`` are not allowed before, where another token is.
     """
 
     __slots__ = (
-        "_banned", "_begin", "_beginning", "_min_tokens", "_num_read", "_num_taken", "_prefix", "_reasoning", "_tail",
-        "drafts", "has_begun", "matcher", "num_words", "replica", "source",
+        "_banned", "_begin", "_min_tokens", "_num_read", "_num_taken", "_prefix", "_reasoning", "_tail", "drafts",
+        "grammar", "has_begun", "matcher", "num_words", "replica",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        matcher: Any,
-        source: GrammarSource,
-        reasoning_end: ReasoningEnd | None,
-        banned: Sequence[int],
-        min_tokens: int,
-    ) -> None:
-        self._beginning = matcher
-        self.matcher = matcher.deep_copy()
-        """It has consumed what `catch_up` was called with last."""
-        self.source = source
-        self.num_words = mask_size(source.tokenizer.vocab_size)
+    def __init__(self, grammar: Grammar, banned: Sequence[int], min_tokens: int) -> None:
+        self.grammar = grammar
+        self.num_words = mask_size(grammar.tokenizer.vocab_size)
         """int32 of a mask of the tokenizer."""
         self.replica: Replica | None = None
         """A matcher in another process."""
-        self._reasoning = reasoning_end
-        self._banned = banned
-        self._min_tokens = min_tokens
+        self._reasoning = grammar.reasoning
+        self._banned, self._min_tokens = banned, min_tokens
         self._num_read = 0
-        self._num_taken = 0  # tokens that the matcher has consumed
         self._begin = 0
         self._prefix: Sequence[int] = ()
         self._tail = b""
-        self.has_begun = reasoning_end is None
+        self.has_begun = grammar.reasoning is None
         """Whether the grammar applies to the next token."""
         self.drafts: list[int] = []
         """Those that the next step verifies, as its runner has reported them; -1: none."""
+        self._restart()
+
+    def _restart(self) -> None:
+        self.matcher = self.grammar.matcher.deep_copy()  # a reset could keep a mask; see `fill_masks`
+        """It has consumed what `catch_up` was called with last."""
+        self._num_taken = 0
 
     def read(self, output_token_ids: Sequence[int]) -> None:
         """Note the tokens that are new. An output may have become shorter: its last tokens were lost with a worker."""
@@ -122,19 +114,15 @@ class GrammarState:
             self._tail, rest = self._reasoning.find(self._tail, output_token_ids[place])
             if rest is not None:
                 self.has_begun, self._begin = True, place + 1
-                self._restart()
-                self._prefix = self._tokens_of(rest)
+                self._prefix = self._start(rest)
                 return
 
-    def _tokens_of(self, text: bytes) -> Sequence[int]:
-        """The beginning of the answer, which is in the last token of reasoning; or white space, which the grammar may
-        not have. The matcher is at the beginning."""
-        token_ids: list[int] = self.source.tokenizer.tokenize_bytes(text)
+    def _start(self, text: bytes) -> Sequence[int]:
+        """Begin again. Returns the tokens of the beginning of the answer, which is in the last token of reasoning;
+        none, if it is white space that the grammar does not have."""
+        self._restart()
+        token_ids: list[int] = self.grammar.tokenizer.tokenize_bytes(text)
         return token_ids if self.matcher.validate_tokens(token_ids) == len(token_ids) else ()
-
-    def _restart(self) -> None:
-        self.matcher = self._beginning.deep_copy()  # a reset could keep a mask; see `fill_masks`
-        self._num_taken = 0
 
     def tokens(self, output_token_ids: Sequence[int], num_taken: int) -> tuple[bool, Sequence[int]]:
         """The tokens up to the last `read` that a matcher lacks which has consumed ``num_taken``, and whether it has to
@@ -176,29 +164,26 @@ class GrammarState:
         for place, token_id in enumerate(drafts, start=1):
             tail, rest = self._reasoning.find(tail, token_id)
             if rest is not None:
-                self._restart()
+                prefix = self._start(rest)
                 matcher = self.matcher.deep_copy()
-                matcher.consume_tokens(self._tokens_of(rest))
+                matcher.consume_tokens(prefix)
                 return place, matcher, drafts[place:]
         return num_drafts + 1, None, []
 
     def forced(self, place: int) -> int | None:
         """The token that must be at a position before the grammar, counted from the next token; None: any."""
-        assert self._reasoning is not None
-        return self._reasoning.forced(self._num_read + place)
-
-    @property
-    def has_bans(self) -> bool:
-        """Whether `bans` may return a token for the next positions."""
-        return bool(self._banned) or self._num_read < self._min_tokens
+        return None if self._reasoning is None else self._reasoning.forced(self._num_read + place)
 
     @property
     def has_final_bans(self) -> bool:
         """Whether `bans` returns the same for all later positions."""
         return self._num_read >= self._min_tokens
 
+    @property
+    def has_bans(self) -> bool:
+        """Whether `bans` may return a token for the next positions."""
+        return bool(self._banned) or not self.has_final_bans
+
     def bans(self, place: int, stop_token_ids: Iterable[int]) -> Sequence[int]:
         """The tokens that may not be at a position, counted from the next token, if another one may."""
-        if self._num_read + place < self._min_tokens:
-            return [*self._banned, *stop_token_ids]
-        return self._banned
+        return self._banned if self._num_read + place >= self._min_tokens else [*self._banned, *stop_token_ids]

@@ -1,4 +1,4 @@
-"""Token masks within the strings of JSON.
+"""Matchers of grammars, and token masks within the strings of JSON.
 
 In a string of at most n characters, llguidance has a state for each position, and looks at most of the vocabulary in
 each. Here a mask is put together: tokens of characters alone, of which the number matters; and tokens that close the
@@ -6,17 +6,19 @@ string, where the text from the quote on must fit, too. Which of these texts fit
 string, so a second matcher, with a vocabulary of such texts alone, finds it once.
 
 `StringMatcher` reads the JSON beside llguidance to find the place in the schema and the position in the string. Where
-the schema is not understood, within escapes and split characters, and outside of strings, masks are llguidance's.
+the schema is not understood, within escapes and split characters, and outside of strings, masks are llguidance's. With
+a version of llguidance whose masks in such strings take as long as in others, `new_matcher` is `plain_matcher`, and all
+else here and `places` can go.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import json
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,8 @@ _CHARACTERS = re.compile(rb"(?:%b)*" % _CHARACTER, re.DOTALL)
 _EACH = re.compile(_CHARACTER, re.DOTALL)
 _MARK = re.compile(rb'[{}\[\]:,"]')
 _QUOTE = 0x22
-_NUM_BYTES = 256
+_MAX_ITEMS = 8000
+"""Most items of a parser's row: an object has four for each property that is not required."""
 _MAX_GRAMMAR = 1 << 16
 """Characters. Larger ones take long to be compiled twice."""
 _MAX_CLASSES = 64
@@ -41,13 +44,18 @@ _MAX_CLASSES = 64
 _MAX_BASES = 32
 """Sets of tokens that are kept for a class of characters."""
 
-MakeMatcher = Callable[[Any, str], Any]
-"""An `llguidance.LLMatcher` of a tokenizer and a grammar."""
+
+def plain_matcher(tokenizer: Any, text: str) -> Any:
+    """An `llguidance.LLMatcher` at the beginning, or with an error. ``tokenizer``: an `llguidance.LLTokenizer`."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(max_items_in_row=_MAX_ITEMS))
 
 
-def with_strings(tokenizer: Any, grammar: GrammarText, matcher: Any, make: MakeMatcher) -> Any:
-    """A matcher of a grammar, or a `StringMatcher` in its place."""
-    schema = grammar.schema
+def new_matcher(tokenizer: Any, grammar: GrammarText, plain: Any = None) -> Any:
+    """The matcher of a grammar, or a `StringMatcher` in its place. ``plain``: the `plain_matcher` of its text, if there
+    is one already."""
+    matcher, schema = plain or plain_matcher(tokenizer, grammar.text), grammar.schema
     if matcher.is_error() or schema is None or len(grammar.text) > _MAX_GRAMMAR:
         return matcher
     kinds = {*all_strings(schema)}
@@ -55,13 +63,12 @@ def with_strings(tokenizer: Any, grammar: GrammarText, matcher: Any, make: MakeM
     if space != WHITESPACE or all(kind.most is None for kind in kinds):
         return matcher
     texts = _texts_of(tokenizer)
-    follower = make(texts.tokenizer, json.dumps({"grammars": [{"json_schema": schema}]}))
-    classes = {kind.characters: texts.characters(kind.characters, make) for kind in kinds}
+    follower = plain_matcher(texts.tokenizer, json.dumps({"grammars": [{"json_schema": schema}]}))
+    classes = {kind.characters: texts.characters(kind.characters) for kind in kinds}
     if texts.quote < 0 or follower.is_error() or not all(found.sample for found in classes.values()):
         return matcher
-    samples = {pattern: found.sample for pattern, found in classes.items()}
-    reader = _Reader(Place.root(schema), samples, texts.marks(grammar.marks))
-    return StringMatcher(matcher, follower, texts, classes, reader)
+    marks = [texts.texts[mark] if isinstance(mark, int) else mark.encode() for mark in grammar.marks]
+    return StringMatcher(matcher, follower, texts, classes, _Reader(Place.root(schema), classes, marks))
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -92,23 +99,11 @@ def _flags(mask: bytes, num: int) -> np.ndarray:
     return np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=num, bitorder="little").view(bool)
 
 
-def _tokenizer_of(texts: Iterable[bytes]) -> tuple[Any, dict[bytes, int]]:
-    """An `llguidance.LLTokenizer` with the bytes, these texts, and an end token; and the tokens of the texts."""
-    tokens = [bytes([byte]) for byte in range(_NUM_BYTES)]
-    tokens += [text for text in texts if len(text) > 1]
-    end = len(tokens)
-    made = make_tokenizer([*tokens, b"<end>"], [end], [end], lambda text: list(text.encode()))
-    return made, {text: token for token, text in enumerate(tokens)}
-
-
 class _Texts:
     """The tokens of a vocabulary as text within a string."""
 
     def __init__(self, tokenizer: Any) -> None:
-        from llguidance import LLMatcher
-
-        self.source = tokenizer
-        num = tokenizer.vocab_size
+        self.source, num = tokenizer, tokenizer.vocab_size
         special = {token for token in range(num) if tokenizer.is_special_token(token)} | {*tokenizer.eos_tokens}
         self.texts = [
             b"\xff%d\xff" % token if token in special else tokenizer.decode_bytes([token]) for token in range(num)
@@ -118,7 +113,7 @@ class _Texts:
         self.is_content = bytearray(num)
         """Tokens of whole characters."""
         closing: dict[bytes, list[tuple[int, bytes]]] = {}
-        matcher = LLMatcher(tokenizer, "start: /(?s:.*)/", log_level=0)  # no special tokens, and none without text
+        matcher = plain_matcher(tokenizer, "start: /(?s:.*)/")  # no special tokens, and none without text
         for token in np.flatnonzero(_flags(matcher.compute_bitmask(), num)).tolist():
             text, end = self.texts[token], _content_end(self.texts[token])
             is_closing = text[end : end + 1] == b'"'
@@ -128,90 +123,53 @@ class _Texts:
                 closing.setdefault(text[end:], []).append((token, text[:end]))
         self.longest = max(self.counts)
         self.quote = self.texts.index(b'"') if b'"' in self.texts else -1
-        self.tokenizer, tokens = _tokenizer_of(closing)
-        """Tokenizer of the bytes, and of the texts from the quote on that closes a string."""
-        self.closing = {tokens[text]: found for text, found in closing.items()}
-        """The tokens with such texts, and the text before it."""
-        self._all_counts = np.array(self.counts)
-        self._is_closing = np.zeros(len(self.texts), dtype=bool)
-        self._is_closing[[token for found in self.closing.values() for token, _ in found]] = True
-        self._fitting: dict[int, np.ndarray] = {}
-        self._late: dict[int, np.ndarray] = {}
-        self._classes: OrderedDict[str, _Class] = OrderedDict()
-
-    def marks(self, marks: Iterable[int | str]) -> list[bytes]:
-        """Marks as `texts` has them: a token, or a text."""
-        return [self.texts[mark] if isinstance(mark, int) else mark.encode() for mark in marks]
-
-    def fitting(self, most: int) -> np.ndarray:
+        tokens = [*(bytes([byte]) for byte in range(256)), *(text for text in closing if len(text) > 1)]
+        end = len(tokens)
+        self.tokenizer = make_tokenizer([*tokens, b"<end>"], [end], [end], lambda text: list(text.encode()))
+        """An `llguidance.LLTokenizer` of the bytes, and of the texts from the quote on that closes a string."""
+        self.closing = [closing.get(text, []) for text in tokens]
+        """The tokens with each of its texts, and the text before it."""
+        counts, is_closing = np.array(self.counts), np.zeros(num, dtype=bool)
+        is_closing[[token for found in self.closing for token, _ in found]] = True
+        self.fitting = cache(lambda most: _bits(counts <= most))
         """The tokens with at most so many characters, as a mask."""
-        mask = self._fitting.get(most)
-        if mask is None:
-            mask = self._fitting[most] = _bits(self._all_counts <= most)
-        return mask
-
-    def late(self, least: int) -> np.ndarray:
+        self.late = cache(lambda least: _bits(~is_closing | (counts >= least)))
         """The tokens that close no string before so many characters, as a mask."""
-        least = min(least, self.longest + 1)
-        mask = self._late.get(least)
-        if mask is None:
-            mask = self._late[least] = _bits(~self._is_closing | (self._all_counts >= least))
-        return mask
-
-    def characters(self, pattern: str, make: MakeMatcher) -> _Class:
-        """A class of characters."""
-        if pattern not in self._classes:
-            self._classes[pattern] = _Class(self, pattern, make)
-            if len(self._classes) > _MAX_CLASSES:
-                self._classes.popitem(last=False)
-        return self._classes[pattern]
+        self.characters = lru_cache(_MAX_CLASSES)(lambda pattern: _Class(self, pattern))
+        """The `_Class` of a pattern of one character."""
 
 
-@lru_cache(maxsize=2)
-def _texts_of(tokenizer: Any) -> _Texts:
-    return _Texts(tokenizer)
+_texts_of = lru_cache(maxsize=2)(_Texts)
 
 
 class _Class:
     """The tokens that may be in strings of a class of characters."""
 
-    def __init__(self, texts: _Texts, pattern: str, make: MakeMatcher) -> None:
+    def __init__(self, texts: _Texts, pattern: str) -> None:
         most = texts.longest + 1
-        options = {"lenient": False, "whitespace_flexible": False}
-        schema = {"type": "string", "maxLength": most, "x-guidance": options}
-        if pattern:
-            schema = {"type": "string", "pattern": f"^{pattern}{{0,{most}}}$", "x-guidance": options}
+        limits: dict[str, Any] = {"pattern": f"^{pattern}{{0,{most}}}$"} if pattern else {"maxLength": most}
+        schema = {"type": "string", **limits, "x-guidance": {"lenient": False, "whitespace_flexible": False}}
         grammar = json.dumps({"grammars": [{"json_schema": schema}]})
-        matcher = make(texts.source, grammar)
+        matcher, by_byte = plain_matcher(texts.source, grammar), plain_matcher(texts.tokenizer, grammar)
         matcher.consume_token(texts.quote)
-        allowed = _flags(matcher.compute_bitmask(), len(texts.texts))
-        starts = {start for found in texts.closing.values() for _, start in found}
-        tokenizer, tokens = _tokenizer_of(starts)
-        matcher = make(tokenizer, grammar)
-        matcher.consume_token(_QUOTE)
-        fits = _flags(matcher.compute_bitmask(), len(tokens))
+        by_byte.consume_token(_QUOTE)
+        fits = _flags(by_byte.compute_bitmask(), 256)
         samples = [bytes([byte]) for byte in range(0x20, 0x7F) if fits[byte] and byte not in b'"\\']
         self.sample = samples[0] if len(samples) > 1 else b""
         """A character of one byte; empty: there is none, or no other, which llguidance would force."""
-        valid = {start for start in starts if not start or fits[tokens[start]]}
-        self._content = allowed
-        self._closing = {}
-        for text, found in texts.closing.items():
-            self._content[[token for token, _ in found]] = False
-            self._closing[text] = [token for token, start in found if start in valid]
-        self._bases: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        starts = {start for found in texts.closing for _, start in found}
+        valid = {start for start in starts if by_byte.validate_tokens([*start]) == len(start)}
+        self._content = _flags(matcher.compute_bitmask(), len(texts.texts))
+        self._content[[token for found in texts.closing for token, _ in found]] = False
+        self._closing = [[token for token, start in found if start in valid] for found in texts.closing]
+        self.base = lru_cache(_MAX_BASES)(self._base)
 
-    def base(self, fitting: bytes) -> np.ndarray:
+    def _base(self, fitting: bytes) -> np.ndarray:
         """The tokens of a string, as a mask. ``fitting``: the mask of `_Texts.tokenizer`."""
-        base = self._bases.get(fitting)
-        if base is None:
-            flags = self._content.copy()
-            for text in np.flatnonzero(np.unpackbits(np.frombuffer(fitting, dtype=np.uint8), bitorder="little")):
-                flags[self._closing.get(int(text), [])] = True
-            base = self._bases[fitting] = _bits(flags)
-            if len(self._bases) > _MAX_BASES:
-                self._bases.popitem(last=False)
-        return base
+        flags = self._content.copy()
+        for text in np.flatnonzero(_flags(fitting, len(self._closing))):
+            flags[self._closing[text]] = True
+        return _bits(flags)
 
 
 # --- the document -----------------------------------------------------------------------------------------------------
@@ -222,18 +180,18 @@ class _Reader:
 
     Args:
         place: of its value.
-        samples: a character of each class.
+        classes: of all strings, by their patterns.
         marks: what a text may begin with, and end with, that is before the document; none: it begins at once.
     """
 
     __slots__ = (
-        "_frames", "_is_name", "_is_open", "_marks", "_name", "_place", "_samples", "characters", "is_followed",
+        "_classes", "_frames", "_is_name", "_is_open", "_marks", "_name", "_place", "characters", "is_followed",
         "pending", "rest", "strings",
     )  # fmt: skip
 
-    def __init__(self, place: Place, samples: Mapping[str, bytes], marks: Sequence[bytes]) -> None:
+    def __init__(self, place: Place, classes: Mapping[str, _Class], marks: Sequence[bytes]) -> None:
         self._place = place  # of the value that comes next, or is there
-        self._samples = samples
+        self._classes = classes
         self._marks = [*marks]  # that are ahead
         self._frames: list[tuple[Place, int]] = []  # of what is open: its place, and the index in an array; -1: object
         self._name: bytes | None = None  # of the value; None: it comes next, in an object
@@ -250,16 +208,14 @@ class _Reader:
         """Whether the follower is in the open string."""
 
     def copy(self) -> _Reader:
-        other = _Reader.__new__(_Reader)
-        for name in _Reader.__slots__:
-            setattr(other, name, getattr(self, name))
+        other = copy.copy(self)
         other._frames, other._marks, other.pending = self._frames[:], self._marks[:], self.pending[:]
         return other
 
     def enter(self) -> None:
         """Let the follower enter the open string, as far as it must be before it can be closed."""
         if self.strings is not None and not self.is_followed:
-            self.pending += self._samples[self.strings.characters] * self.strings.least
+            self.pending += self._classes[self.strings.characters].sample * self.strings.least
             self.is_followed = True
 
     def _skip(self, text: bytes) -> bytes:
@@ -354,11 +310,14 @@ class StringMatcher:
         self._size = 4 * -(-len(texts.texts) // 32)
         self._base: np.ndarray | None = None  # of the string that it is in
 
+    def __getattr__(self, name: str) -> Any:
+        """What changes nothing: whether it accepts tokens, has ended, or has an error."""
+        return getattr(self._matcher, name)
+
     def deep_copy(self) -> StringMatcher:
-        other = StringMatcher.__new__(StringMatcher)
-        other.__dict__.update(self.__dict__)
-        other._matcher, other._follower = self._matcher.deep_copy(), self._follower.deep_copy()
-        other._reader = self._reader.copy()
+        matcher, follower = self._matcher.deep_copy(), self._follower.deep_copy()
+        other = StringMatcher(matcher, follower, self._texts, self._classes, self._reader.copy())
+        other._base = self._base
         return other
 
     def consume_token(self, token_id: int) -> bool:
@@ -371,25 +330,13 @@ class StringMatcher:
             reader.read(texts.texts[token_id])
         return True
 
-    def consume_tokens(self, token_ids: Sequence[int]) -> bool:
+    def consume_tokens(self, token_ids: Iterable[int]) -> bool:
         return all(self.consume_token(token_id) for token_id in token_ids)
 
     def try_consume_tokens(self, token_ids: Sequence[int]) -> int:
         num = int(self._matcher.validate_tokens(token_ids))
         self.consume_tokens(token_ids[:num])
         return num
-
-    def validate_tokens(self, token_ids: Sequence[int]) -> int:
-        return int(self._matcher.validate_tokens(token_ids))
-
-    def is_accepting(self) -> bool:
-        return bool(self._matcher.is_accepting())
-
-    def is_error(self) -> bool:
-        return bool(self._matcher.is_error())
-
-    def get_error(self) -> str:
-        return str(self._matcher.get_error())
 
     def compute_bitmask(self) -> bytes:
         mask = ctypes.create_string_buffer(self._size)
@@ -412,7 +359,7 @@ class StringMatcher:
             return None
         if not reader.is_followed:
             reader.enter()
-            is_there = self._follower.consume_tokens(list(reader.pending))
+            is_there = self._follower.consume_tokens([*reader.pending])
             reader.pending.clear()
             fitting = self._follower.compute_bitmask() if is_there else None
             self._base = None if fitting is None else self._classes[strings.characters].base(fitting)
@@ -420,14 +367,5 @@ class StringMatcher:
         if mask is not None and strings.most is not None and strings.most - reader.characters < texts.longest:
             mask = mask & texts.fitting(strings.most - reader.characters)
         if mask is not None and reader.characters < strings.least:
-            mask = mask & texts.late(strings.least - reader.characters)
+            mask = mask & texts.late(min(strings.least - reader.characters, texts.longest + 1))
         return mask
-
-    def unsafe_compute_mask_ptr_with_draft_token(self, address: int, size: int, drafts: Sequence[int]) -> None:
-        """Write the masks before and after drafts, as far as they are accepted. It has consumed those then."""
-        for place, token_id in enumerate(drafts):
-            self.unsafe_compute_mask_ptr(address + place * size, size)
-            if self.validate_tokens([token_id]) != 1:
-                return
-            self.consume_token(token_id)
-        self.unsafe_compute_mask_ptr(address + len(drafts) * size, size)
