@@ -1,5 +1,6 @@
 """Data-parallel ranks that share experts and step together: tokens of one rank, whatever the others do."""
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from tests.distributed.ranks import pids_of, running
 from tests.distributed.test_experts_of_ranks import ROOM
+from tests.distributed.test_faults import HANG, second_node
 from tests.helpers.checkpoints import UNTRAINED, make_checkpoint
 from tests.helpers.engines import drain, prompt_of, run_requests
 from tests.helpers.faulty_connector import OFFLOADING, FaultyConnector, connector
@@ -204,3 +206,16 @@ def test_a_dead_rank_ends_the_step_of_all(on_error: str, model: str, expected: d
             assert outputs == expected[name]
             assert engine.stats().num_restarts == 1
             assert tokens_of(engine, LIVES[name]) == expected[name]
+
+
+def test_ranks_on_two_machines(model: str, expected: dict[str, dict[str, list[int]]], port: int) -> None:
+    """With experts that move between them."""
+    eplb = {"step_interval": 8, "num_redundant_experts": 2}
+    settings = {**DATA, "model": model, "enable_eplb": True}
+    with second_node(port, **settings, eplb_config=json.dumps(eplb)) as command:
+        with running(**settings, eplb_config=eplb, nnodes=2, master_port=port) as engine:
+            assert len(pids_of(engine)) == 1
+            assert {name: tokens_of(engine, requests) for name, requests in LIVES.items()} == expected
+            balance = engine.core.stats.balance
+            assert balance is not None and balance.num_rounds > 0
+        assert command.wait(HANG) == 0

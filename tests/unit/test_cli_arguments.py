@@ -216,6 +216,7 @@ OVERRIDE = ["--override-generation-config"]
         (["plan", "--speculative-config", "{method:", "ngram}"], "is not JSON"),
         (["plan", "--speculative-config", "ngram"], """in a shell between single quotes: '{"key": "value"}'"""),
         (["plan", "--nnodes", "2"], "is 1 worker, which cannot be spread evenly over so many; it can be 1"),
+        (["plan", "--nnodes=2", "--data-parallel-size=2", "--tensor-parallel-size=2"], "replicas that share nothing"),
         (["plan", "--node-rank", "1"], "with nnodes 1 it can be 0; set nnodes to the number of machines"),
         (["plan", "--master-addr", "10.0.0.1:29500"], "the port is master_port"),
         (["plan", "--kv-offloading-size", "nan"], "kv_offloading_size is nan; it must be a finite number"),

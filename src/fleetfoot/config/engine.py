@@ -481,8 +481,13 @@ class EngineConfig:
                 f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}",
                 nodes,
             )
-        if nodes > 1 and self.data_parallel_size > 1:
-            raise FieldError("nnodes", f"is {nodes}, and replicas (data_parallel_size) are on one machine alone", nodes)
+        if nodes > 1 and self.num_replicas > 1:
+            raise FieldError(
+                "nnodes",
+                f"is {nodes}, and replicas that share nothing (data_parallel_size without enable_expert_parallel) are "
+                "on one machine alone; start one engine on each, behind a router",
+                nodes,
+            )
         if self.max_restarts is not None and self.on_error == "raise" and self.num_replicas == 1:
             raise FieldError(
                 "max_restarts",
