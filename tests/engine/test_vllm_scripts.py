@@ -120,6 +120,7 @@ def test_a_beam_of_one_is_greedy_and_ends(llm: LLM, monkeypatch: pytest.MonkeyPa
 def test_calls_of_the_worker(llm: LLM) -> None:
     assert llm.collective_rpc(lambda worker, rank: worker.rank == rank, args=(0,)) == [True]
     assert llm.collective_rpc("parts")[0]["runner"] == llm.llm_engine.runner_name
+    assert llm.collective_rpc(lambda worker: worker.model_runner.model.lm_head is not None) == [True]
     assert llm.collective_rpc("reload_weights") == [1]
     assert (llm.model_config.max_model_len, llm.model_config.vocab_size) == (2048, 2048)
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'apply_model'; collective_rpc takes"):

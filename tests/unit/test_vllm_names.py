@@ -114,7 +114,8 @@ def test_advice_is_about_settings_that_there_are() -> None:
     assert not vllm_names.SPECULATIVE_KEYS.keys() & speculative
     assert set(vllm_names.ENGINE_FLAGS.values()) <= SETTINGS | vllm_names.ENGINE_KEYWORDS.keys()
     known = SETTINGS | speculative
-    known |= {field.name for field in dataclasses.fields(SamplingParams)} | {"chat_template", "prompt_token_ids"}
+    known |= {field.name for field in dataclasses.fields(SamplingParams)}
+    known |= {"chat_template", "collective_rpc", "prompt_token_ids"}
     of_calls = [advice for _, advice in (*vllm_names.ENGINE_KEYWORDS.values(), *vllm_names.CALL_KEYWORDS.values())]
     for advice in [*vllm_names.SPECULATIVE_KEYS.values(), *of_calls]:
         assert advice and set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", advice)) <= known, advice

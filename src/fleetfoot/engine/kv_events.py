@@ -70,7 +70,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
     """The engine has begun, or its weights have changed."""
 
 
-class EventBatch(msgspec.Struct, array_like=True):
+class KVEventBatch(msgspec.Struct, array_like=True):
     """The events of a step."""
 
     ts: float
@@ -159,7 +159,7 @@ class KVEventPublisher(KVEvents):
     def flush(self) -> None:
         if not self._events:
             return
-        batch, self._events = EventBatch(self._clock(), self._events, self._rank), []
+        batch, self._events = KVEventBatch(self._clock(), self._events, self._rank), []
         number, self._number = self._number.to_bytes(8, "big"), self._number + 1
         try:
             self._socket.send_multipart((number, self._encoder.encode(batch)), zmq.NOBLOCK)

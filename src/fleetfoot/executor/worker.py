@@ -124,6 +124,7 @@ class Worker:
                 ahead=ahead,
                 **common,
             )
+        self.model_runner = self.runner  # vLLM's name, which functions of `collective_rpc` use
         self.runner_name = self.runner.name
         self.execute_model, self.sample_tokens = self.runner.execute_model, self.runner.sample_tokens
         if plan.device == "cpu":

@@ -71,6 +71,8 @@ NAMES = {
         "base", "KVConnectorBase_V1", "KVConnectorMetadata", "KVConnectorRole", "SupportsHMA"
     ),
     f"{_KV}.v1.example_connector": "kv_transfer.example.ExampleConnector kv_transfer.example.ExampleConnectorMetadata",
+    "distributed.kv_events": "engine.kv_events.AllBlocksCleared engine.kv_events.BlockRemoved "
+                             "engine.kv_events.BlockStored engine.kv_events.KVEventBatch",
     "distributed.parallel_state": "distributed.cleanup_dist_env_and_memory",
     "distributed.weight_transfer.base": "weights.transfer.WeightTransferInitRequest "
                                         "weights.transfer.WeightTransferUpdateRequest",
@@ -133,7 +135,7 @@ _BY_ADVICE = {
     "fleetfoot bench measures, with --prompts-file or made prompts; give the script its own": "benchmarks",
     "load_format says how weights are read; docs/live_weights.md has later ones": "model_executor.model_loader",
     "CONTRIBUTING.md shows how to add an architecture, a kernel or a method": "model_executor",
-    "docs/kv_connectors.md has the connectors, and how to write one": "distributed.kv_events distributed.kv_transfer",
+    "docs/kv_connectors.md has the connectors, and how to write one": "distributed.kv_transfer",
     "fleetfoot serve is the HTTP server; AsyncLLM works in one of your own": "entrypoints",
     "LLM.get_tokenizer() returns the tokenizer": "transformers_utils tokenizers",
     "settings are keywords of LLM":
