@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -102,6 +103,9 @@ def test_any_ids(kind: str, data: st.DataObject) -> None:
         return tokenizer(kind).decode(ids, skip_special_tokens=skip)
 
     assert run(cuts, prompt, spaces) == run([], prompt, spaces) == run(range(len(ids)), prompt, spaces)
+    with mock.patch("fleetfoot.tokenizer.detokenizer._PART", 3), mock.patch("fleetfoot.tokenizer.tokenizer._MANY", 0):
+        in_parts = decode(ids)
+    assert in_parts == decode(ids)
     if kind in EXACT_ON_INVALID_BYTES:
         assert run(range(len(ids)), []) == decode(ids)
     if kind == "byte_level":

@@ -41,7 +41,7 @@ _MAX_PARAM = 200
 _BODY_NAMES = {"extra_args": "vllm_xargs"}
 """Fields of a body that the engine knows by other names."""
 _LARGE_JOIN = 1 << 20
-_LIST_PART = 1 << 15
+_LIST_PART, _TEXT_PART = 1 << 15, 1 << 18
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 _T = TypeVar("_T")
@@ -166,10 +166,11 @@ class JSON(Response):
         super().__init__(ENCODER.encode(content), status_code, headers)
 
 
-def encoded(values: list[Any]) -> Any:
-    """A list for a response, in JSON already. It is made in parts: msgspec keeps the interpreter meanwhile."""
-    parts = (ENCODER.encode(values[begin : begin + _LIST_PART])[1:-1] for begin in range(0, len(values), _LIST_PART))
-    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
+def encoded(values: list[Any] | str) -> Any:
+    """A list or a text of a response, in JSON already, made in parts: msgspec keeps the interpreter meanwhile."""
+    ends, separator, size = (b'""', b"", _TEXT_PART) if isinstance(values, str) else (b"[]", b",", _LIST_PART)
+    parts = (ENCODER.encode(values[begin : begin + size])[1:-1] for begin in range(0, len(values), size))
+    return msgspec.Raw(ends[:1] + separator.join(parts) + ends[1:])
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

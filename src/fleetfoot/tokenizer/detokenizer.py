@@ -34,6 +34,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _MAX_EMPTY = 64
 """Tokens without text after which the end of a prompt is not searched further for an unfinished character."""
 _MAX_UNFINISHED_BYTES = 3
+_PART = 1 << 13
+"""Tokens that are decoded at a time, where there are many: such a call keeps the interpreter."""
 # Releases (usually of one token) that are decoded before the window, because a decoder may drop a space at the
 # beginning of a text. Each release begins with a character, so they are never split.
 _CONTEXT_RELEASES = 5
@@ -101,6 +103,28 @@ class TokenPieces:
         self.texts = tuple(PieceTable(partial(_whole_text, table)) for table in self.tables)
         """Texts of `tables` with bytes: token id -> text; None for bytes that are no whole characters."""
 
+    def decode(self, token_ids: Sequence[int], *, skips_special: bool) -> str | None:
+        """The text of many tokens by the tokenizer's own decoder, in parts. None: that one reads all at once."""
+        table, texts = self.tables[skips_special], list[str]()
+        parts = (token_ids[begin : begin + _PART] for begin in range(0, len(token_ids), _PART))
+        if isinstance(self.decoder, ByteLevelDecoder):
+            utf8 = UTF8Decoder("replace")
+            texts += [utf8.decode(b"".join(map(table.__getitem__, part))) for part in parts]
+            return "".join(texts) + utf8.decode(b"", final=True)
+        if not isinstance(self.decoder, ByteFallbackDecoder):
+            return None
+        pending = bytearray()  # of a run of bytes, each of which is replaced if they are no characters
+        for part in parts:
+            for kind, run in itertools.groupby(filter(None, map(table.__getitem__, part)), type):
+                if kind is bytes:
+                    pending += b"".join(run)
+                else:
+                    texts += (_run_text(pending), "".join(run))
+                    pending.clear()
+        text = "".join(texts) + _run_text(pending)
+        end = self.decoder.strip_left
+        return text[:end].lstrip(self.decoder.strip_character) + text[end:]
+
     def decode_window(self, token_ids: Sequence[int]) -> str:
         """The text of a few tokens by the tokenizer's own decoder, special tokens included."""
         return self._backend.decode(token_ids, skip_special_tokens=False)
@@ -118,6 +142,14 @@ def _whole_text(table: PieceTable[bytes], token_id: int) -> str | None:
         return table[token_id].decode()
     except UnicodeDecodeError:
         return None
+
+
+def _run_text(data: bytearray) -> str:
+    """The text of a run of single bytes."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return REPLACEMENT * len(data)
 
 
 def read_decoder(backend: tokenizers.Tokenizer) -> ByteLevelDecoder | ByteFallbackDecoder | None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _LONG = 4096
 """Characters, or tokens."""
-_LONG_IN_PARTS = 1 << 17
-"""Characters."""
+_LONG_IN_PARTS, _MANY = 1 << 17, 1 << 15
+"""Characters of a text that is encoded in parts, and tokens that are decoded so."""
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _INPUTS = ("text_target", "text_pair_target", "split_special_tokens", "is_split_into_words")
@@ -318,6 +318,10 @@ class Tokenizer:
         if isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list):
             return [self.decode(row, skip_special_tokens) for row in token_ids]
         token_ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        if isinstance(token_ids, list) and len(token_ids) >= _MANY:
+            text = self.pieces.decode(token_ids, skips_special=skip_special_tokens)
+            if text is not None:
+                return text
         if isinstance(token_ids, list) and len(token_ids) >= _LONG:  # as of `_encode`
             (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
             return text

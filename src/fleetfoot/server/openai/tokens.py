@@ -28,6 +28,8 @@ _OF_CONVERSATIONS = (
     "tools",
 )
 """Fields that have no effect on a prompt."""
+_PART = 1 << 15
+"""Tokens that are checked at a time: such a call keeps the interpreter."""
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
@@ -82,8 +84,10 @@ class ModelEndpoints:
     def _detokenize(self, body: DetokenizeRequest) -> Response:
         service = self._service
         size, decode = service.engine.facts.vocab_size, service.tokenizer.decode
-        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
-            index = next(index for index, token in enumerate(body.tokens) if not 0 <= token < size)
-            message = f"tokens[{index}] is {body.tokens[index]}; the vocabulary has {size} tokens, 0 to {size - 1}"
-            raise invalid(f"tokens[{index}]", message)
-        return JSON(DetokenizeResponse(decode(body.tokens)))
+        for begin in range(0, len(body.tokens), _PART):
+            part = body.tokens[begin : begin + _PART]
+            if not 0 <= min(part) <= max(part) < size:
+                index = begin + next(index for index, token in enumerate(part) if not 0 <= token < size)
+                message = f"tokens[{index}] is {body.tokens[index]}; the vocabulary has {size} tokens, 0 to {size - 1}"
+                raise invalid(f"tokens[{index}]", message)
+        return JSON(DetokenizeResponse(encoded(decode(body.tokens))))
