@@ -247,8 +247,10 @@ def test_workers_end_with_their_engine(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("from_stdin", [False, True])
 def test_workers_end_with_a_program_that_ends_without_shutdown(from_stdin: bool, tmp_path: Path) -> None:
+    """A program that is not forked has not imported torch: it computes nothing itself."""
     python = ("env", sys.executable) if from_stdin else ()
-    with running_program(tmp_path, "generate(3)", *python, from_stdin=from_stdin) as (child, workers):
+    end = "generate(3)" + ("\nimport sys\nassert 'torch' not in sys.modules" if from_stdin else "")
+    with running_program(tmp_path, end, *python, from_stdin=from_stdin) as (child, workers):
         output, errors = child.communicate(timeout=HANG)
         workers.wait()
         assert (child.returncode, output, errors) == (0, "", "")

@@ -60,17 +60,6 @@ def test_what_is_not_imported(code: str, absent: set[str]) -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_with_worker_processes_computes_nothing_itself() -> None:
-    code = """
-from fleetfoot import LLM, SamplingParams
-with LLM(tensor_parallel_size=2, device="cpu", max_model_len=32, max_num_seqs=1) as llm:
-    (output,) = llm.generate("Once", SamplingParams(max_tokens=3), use_tqdm=False)
-    assert output.outputs[0].token_ids
-"""
-    assert "torch" not in modules_after(code)
-
-
-@pytest.mark.slow
 def test_token_ids_need_torch_numpy_safetensors_and_msgspec_alone() -> None:
     """With every other dependency missing, an engine still starts and generates."""
     code = """
