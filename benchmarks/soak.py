@@ -53,6 +53,7 @@ from fleetfoot.kv_transfer.blockstore.connector import OffloadingConnector
 from fleetfoot.outputs import CompletionOutput
 from fleetfoot.records.step import KVConnectorOutput, TransferFailure
 from fleetfoot.records.weights import WeightError
+from fleetfoot.scheduler.block_pool import BlockPool
 
 MAX_SLOPE = 64.0
 """Bytes of resident memory for each request after the warm-up: 6 MiB in 100,000 requests."""
@@ -449,6 +450,19 @@ def memory_report(samples: list[tuple[int, int]]) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def counted_evictions(counts: Counter[int]) -> Iterator[None]:
+    """Count cached blocks and snapshots that are given up for others, by the groups of layers."""
+    unpublish = BlockPool._unpublish
+
+    def counting(pool: BlockPool, block: int) -> None:
+        counts[pool.group] += 1
+        unpublish(pool, block)
+
+    with mock.patch.object(BlockPool, "_unpublish", counting):
+        yield
+
+
 def soak(
     num_requests: int,
     *,
@@ -496,7 +510,8 @@ def soak(
     }
     resource_tracker.ensure_running()  # of multiprocessing: it stays
     begin = time.perf_counter()
-    with own_temporary_folder() as folder:
+    evicted: Counter[int] = Counter()
+    with own_temporary_folder() as folder, counted_evictions(evicted):
         weights = WeightSets(model or embedded_model_path(), folder, num_weights)
         cases = make_cases(num_cases, seed)
         Oracle(weights, cases).shutdown()  # libraries have their threads now
@@ -520,7 +535,7 @@ def soak(
             assert not checker.wrong, checker.wrong[:5]
             if time.perf_counter() - begin > max_seconds:
                 break
-        stats = engine.stats()
+        stats, groups = engine.stats(), engine.core.scheduler.config.groups
         engine.shutdown()
         oracle.shutdown()
         distinct, replays, ties = oracle.num_distinct, oracle.num_replays, oracle.num_ties
@@ -541,6 +556,9 @@ def soak(
         "ties": ties,
         "restarts": stats.num_restarts,
         "preemptions": stats.scheduler.num_preemptions,
+        "evicted_blocks": sum(evicted[index] for index, group in enumerate(groups) if not group.is_state),
+        "evicted_snapshots": sum(evicted[index] for index, group in enumerate(groups) if group.is_state),
+        "prompt_tokens_from_cache": stats.scheduler.prefix_cache_hits,
         "drafted": drafts.num_drafted if drafts else 0,
         "accepted_drafts": drafts.num_accepted if drafts else 0,
         "loads": stats.transfers.loads_started,
@@ -573,6 +591,7 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=48, help="requests at a time")
     parser.add_argument("--cases", type=int, default=400, help="prompts with parameters, of which requests are drawn")
     parser.add_argument("--blocks", type=int, help="KV blocks, or slabs of several groups of layers")
+    parser.add_argument("--snapshots", type=int, help="recurrent states in the prefix cache at most")
     parser.add_argument("--http", action="store_true", help="over HTTP, without faults of workers")
     parser.add_argument("--model", type=Path, help="a folder; default: the embedded model")
     arguments = parser.parse_args()
@@ -597,6 +616,8 @@ def main() -> None:
     settings: dict[str, Any] = {"model_runner": arguments.runner, "speculative_config": DRAFTERS[arguments.drafts]}
     if arguments.overlap:
         settings["async_scheduling"] = True
+    if arguments.snapshots is not None:
+        settings["max_state_snapshots"] = arguments.snapshots
     if arguments.processes:
         settings |= {"distributed_executor_backend": "mp", "pipeline_parallel_size": arguments.processes}
     report = soak(
