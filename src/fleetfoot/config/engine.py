@@ -485,7 +485,7 @@ class EngineConfig:
             raise FieldError(
                 "nnodes",
                 f"is {nodes}, and replicas that share nothing (data_parallel_size without enable_expert_parallel) are "
-                "on one machine alone; start one engine on each, behind a router",
+                "on one machine alone; start one engine on each, and a router before them",
                 nodes,
             )
         if self.max_restarts is not None and self.on_error == "raise" and self.num_replicas == 1:

@@ -34,7 +34,7 @@ _OPPOSITES = {
     "minItems": ("array", "maxItems", -1),
     "maxItems": ("array", "minItems", 1),
 }
-"""Of a keyword, the type that it is about, the keyword of the values that it excludes, and how that differs."""
+"""By keyword: the type that it is about, the keyword of the values that it excludes, and how that differs."""
 _ANY = r"[\s\S]"
 _MAX_DEPTH = 8
 
