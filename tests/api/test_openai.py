@@ -304,6 +304,7 @@ def test_statuses(client: httpx.Client, server: RunningServer) -> None:
         assert response.status_code == status and response.json()["error"]["message"], response.text
     assert statuses[429].headers["retry-after"] == "1"
     assert client.get("/nothing").json()["error"]["code"] == "unknown_url"
+    assert client.get("/v1/models/{name:path}").json()["error"]["code"] == "model_not_found"
     assert "secret" not in "".join(server.log)
     too_long = client.post("/v1/completions", json={"prompt": "word " * 5000}).json()["error"]
     assert too_long["code"] == "context_length_exceeded"

@@ -94,10 +94,8 @@ def make_app(
     endpoints = [endpoint for endpoint in endpoints if admin_key is not None or not endpoint.is_admin]
     document = JSON(openapi_document(endpoints, has_keys=bool(keys), root_path=root_path)).body
     envelopes: dict[str, Envelope] = {endpoint.path: endpoint.envelope.of for endpoint in endpoints}
-    routes = [
-        Route(endpoint.path, handled(endpoint.handler, endpoint.envelope.of), methods=[endpoint.method])
-        for endpoint in endpoints
-    ]
+    handlers = {(one.method, one.path): handled(one.handler, one.envelope.of) for one in endpoints}
+    routes = [Route(path, handler, methods=[method]) for (method, path), handler in handlers.items()]
 
     async def openapi(http: Request) -> Response:
         return Response(document, media_type="application/json")
@@ -123,6 +121,7 @@ def make_app(
     if admin_key is not None:
         keys_by_path |= {endpoint.path: (admin_key,) for endpoint in endpoints if endpoint.is_admin}
     options: dict[str, Any] = {"root_path": root_path, "envelopes": envelopes, "keys_by_path": keys_by_path}
+    options["handlers"] = {place: handler for place, handler in handlers.items() if "{" not in place[1]}
     middleware = [Middleware(RequestGate, keys=keys, logs=logs_requests, hosts=hosts, **options)]
     if cors is not None:  # it answers a browser's OPTIONS, which has no key
         middleware.insert(0, Middleware(CORSMiddleware, **_cors_options(cors)))

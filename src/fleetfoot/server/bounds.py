@@ -109,9 +109,14 @@ def cost_of(body: bytes) -> int:
 def must_scan(body: bytes, limits: BodyLimits) -> bool:
     """Whether a body can exceed a limit: commas and brackets in its texts count here."""
     num_opening = _count_openings(body)
+    return num_opening >= limits.depth or num_opening + body.count(b",") >= _smallest(limits)
+
+
+@functools.cache
+def _smallest(limits: BodyLimits) -> int:
+    """The smallest limit of entries."""
     counted = [one.name for one in dataclasses.fields(limits) if one.name not in ("depth", "characters")]
-    smallest = min(getattr(limits, name) for name in counted)
-    return num_opening >= limits.depth or num_opening + body.count(b",") >= smallest
+    return min(getattr(limits, name) for name in counted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ OPEN_PATHS = ("/health", "/ping", "/ready", "/version", "/metrics", "/openapi.js
 """Paths that need no key."""
 BODY_S = 120.0
 """Seconds that a client has to send a body."""
+BODY_ARRIVED = "fleetfoot.body_arrived"
+"""An extension of the ASGI scope: all of the body is there."""
 KEEP_ALIVE_S = 15.0
 """Seconds without data after which an event stream gets a comment."""
 _PATH_CHARACTERS = "/~!$&'()*+,;=:@"
@@ -190,7 +192,8 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise too_large
     parts, size = [], 0
     try:
-        async with asyncio.timeout(BODY_S):
+        is_there = request.scope.get("extensions", {}).get(BODY_ARRIVED)
+        async with contextlib.nullcontext() if is_there else asyncio.timeout(BODY_S):
             async for part in request.stream():
                 size += len(part)
                 if size > limit:
@@ -288,6 +291,8 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
 
 
+Handler = Callable[[Request], Awaitable[Response]]
+
 # --- middleware -------------------------------------------------------------------------------------------------------
 
 
@@ -300,6 +305,7 @@ class RequestGate:
         envelopes: of the errors of paths; others have OpenAI's.
         keys_by_path: other keys of single paths; (): none is needed.
         logs: whether each request is logged.
+        handlers: of methods and paths, to which ``app`` would lead as well, by five calls of middleware and routes.
         hosts: names that the Host header may have, besides those of this machine itself; None: any. A page of another
             origin whose name is made to point to this machine sends its own name.
     """
@@ -312,9 +318,11 @@ class RequestGate:
         envelopes: Mapping[str, Envelope],
         keys_by_path: Mapping[str, tuple[str, ...]],
         logs: bool,
+        handlers: Mapping[tuple[str, str], Handler],
         hosts: tuple[str, ...] | None = None,
     ) -> None:
         self._app = app
+        self._handlers = handlers
         self._envelopes = envelopes
         self._keys = keys
         self._keys_by_path = keys_by_path
@@ -342,6 +350,7 @@ class RequestGate:
 
         path = scope["path"].removeprefix(self._root_path)
         keys, app = self._keys_by_path.get(path, self._keys), self._app
+        handler = self._handlers.get((scope["method"], path))
         host, key = (scope["client"] or ("-",))[0], _key_number(headers, keys)
         scope["client_name"] = f"key {key}" if len(keys) > 1 else host
         named = _host_name(headers.get(b"host", b"").decode("latin-1"))
@@ -353,6 +362,8 @@ class RequestGate:
             hint = "send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
             error = ApiError(401, f"the {which} is missing or wrong; {hint}", "invalid_api_key")
             app = error_response(error, scope, envelope_of(path, self._envelopes))
+        if handler is not None and app is self._app:
+            app = await handler(Request(scope, receive, send_with_id))
         await app(scope, receive, send_with_id)
         if self._logs:
             milliseconds = 1000 * (time.perf_counter() - begin)
@@ -369,7 +380,7 @@ def _host_name(header: str) -> str:
 
 
 def _is_own(name: str) -> bool:
-    return is_loopback(name) or name.endswith(".localhost")
+    return name in ("127.0.0.1", "localhost") or is_loopback(name) or name.endswith(".localhost")
 
 
 def _key_number(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> int | None:
@@ -378,9 +389,6 @@ def _key_number(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> int | Non
     given = [bearer[7:] if bearer[:7].lower() == b"bearer " else b"", headers.get(b"x-api-key", b"")]
     matches = [hmac.compare_digest(one, known.encode()) for known in keys for one in given]
     return matches.index(True) // len(given) if any(matches) else None  # of all of them, for a constant time
-
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 def handled(handler: Handler, envelope: Envelope = openai_error) -> Handler:

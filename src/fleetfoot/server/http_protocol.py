@@ -10,7 +10,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from fleetfoot.server.http import ENCODER, ApiError, ErrorResponse
+from fleetfoot.server.http import BODY_ARRIVED, ENCODER, ApiError, ErrorResponse
 from fleetfoot.server.streaming import EXTENSION, BodyWriter
 
 logger = logging.getLogger(__name__)
@@ -53,10 +53,12 @@ class LimitedHttp(HttpToolsProtocol):
         self._num_header_bytes = self._num_headers = self._num_hosts = 0
         self._num_unparsed = 0
         """Bytes received since the begin of the headers: a header that has not ended is not parsed."""
+        self._is_in_headers = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Transport(transport))  # type: ignore[arg-type]
         self._begin_headers()
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_headers()
@@ -66,9 +68,10 @@ class LimitedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._timer is not None:
+        if self._is_in_headers:
             self._num_unparsed += len(data)
             self._check_size(self._num_unparsed)
+            self._start_timer()
 
     def on_message_begin(self) -> None:
         self._begin_headers()
@@ -98,6 +101,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._end_discarding()
+        self.scope["extensions"][BODY_ARRIVED] = {}
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -114,9 +118,15 @@ class LimitedHttp(HttpToolsProtocol):
     def _begin_headers(self) -> None:
         self._end_headers()
         self._num_header_bytes = self._num_headers = self._num_unparsed = self._num_hosts = 0
-        self._timer = self.loop.call_later(HEADERS_S, self._refuse, 408, f"no headers within {HEADERS_S:g} s")
+        self._is_in_headers = True
+
+    def _start_timer(self) -> None:
+        """Headers that come at once need none."""
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEADERS_S, self._refuse, 408, f"no headers within {HEADERS_S:g} s")
 
     def _end_headers(self) -> None:
+        self._is_in_headers = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
