@@ -197,8 +197,8 @@ def run_processes(
     count = min(target.num_processes, len(conversations), concurrency or len(conversations))
     url = target.base_url + target.path
     loads = [
-        Load(url, target.headers, concurrency // count + (index < concurrency % count), part, target.timeout_s)
-        for index, part in enumerate(list(conversations[index::count]) for index in range(count))
+        Load(url, target.headers, most, part, target.timeout_s)
+        for most, part in divided(conversations, concurrency, count)
     ]
     words, pipe = [sys.executable, "-m", "fleetfoot.cli.bench_client"], subprocess.PIPE
     processes = [subprocess.Popen(words, stdin=pipe, stdout=pipe) for _ in loads]
@@ -222,6 +222,16 @@ def run_processes(
     lags = [lag for one in finished for lag in one.loop_lags]
     cpu, wall = tuple(one.cpu_s for one in finished), max(one.wall_s for one in finished)
     return Outcome(samples, last - first, cpu, wall, lags)
+
+
+def divided(
+    conversations: Sequence[Conversation], concurrency: int, count: int
+) -> list[tuple[int, list[Conversation]]]:
+    """The concurrency of each process, and its conversations: in proportion, so that all end together."""
+    parts: list[list[Conversation]] = [[] for _ in range(count)]
+    for place, one in enumerate(conversations):
+        parts[place % (concurrency or count) % count].append(one)
+    return [(concurrency // count + (index < concurrency % count), part) for index, part in enumerate(parts)]
 
 
 def _follow(process: subprocess.Popen[bytes], on_progress: Callable[[Progress], object]) -> Finished:
