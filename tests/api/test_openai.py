@@ -365,6 +365,12 @@ def test_rendered_requests_generate_the_same(client: httpx.Client) -> None:
             choices += [one["token_ids"] for one in answer["choices"]]
         assert choices == [one["token_ids"] for one in expected["choices"]]
         assert expected.get("prompt_token_ids") in (None, prompts[0]["token_ids"])
+    given = {"seed": 0, "logprobs": 0, "top_k": 0, "min_p": 0.0, "skip_special_tokens": False, "ignore_eos": False}
+    (request,) = client.post("/v1/completions/render", json={"prompt": "a", **given}).json()
+    assert given.items() <= request["sampling_params"].items()  # none is left to the defaults of another server
+    for prompt in ([1, 2, 10**6], "word " * 5000, []):
+        refused = [client.post(f"/v1/completions{path}", json={"prompt": prompt}) for path in ("", "/render")]
+        assert [one.status_code for one in refused] == [400, 400] and refused[0].json() == refused[1].json()
     assert client.post("/v1/completions/render", json={"prompt": "a", "truncate_prompt_tokens": 0}).status_code == 400
 
 

@@ -327,7 +327,7 @@ class Service:
                     num_left -= 1
                 except FieldError as error:
                     if places and is_of_prompt(error):
-                        raise ApiError(400, f"{places[index]}: {error}", error.code, places[index]) from error
+                        raise _named(error, places[index]) from error
                     raise
         except BaseException:
             for stream in streams:
@@ -343,6 +343,16 @@ class Service:
             if (span := self._tracing.span(headers, name, params)) is not None:
                 spans[index] = span
         return RequestOutputs(streams, spans)
+
+    async def check_prompt(self, token_ids: list[int], params: SamplingParams, place: str) -> None:
+        """Raises ApiError for a prompt that `submit` would refuse. ``place``: of the prompt in the body."""
+        process = functools.partial(self.engine.input_processor.process, params_checked=True)
+        try:
+            await self.work(process, "", {"prompt_token_ids": token_ids}, params)
+        except FieldError as error:
+            if is_of_prompt(error):
+                raise _named(error, place) from error
+            raise
 
     def _check_queue(self, num_prompts: int, field: str) -> None:
         """Raises ApiError 429: the queue is full, or this client's part of it. Clients with few requests have room
@@ -438,6 +448,11 @@ def _content_size(content: Any) -> int:
     if isinstance(content, list):
         return sum(_MESSAGE_CHARS + len(str(part.get("text", ""))) for part in content)
     return len(content) if isinstance(content, str) else 0
+
+
+def _named(error: FieldError, place: str) -> ApiError:
+    """An error of a prompt, by the prompt's name in the body."""
+    return ApiError(400, f"{place}: {error}", error.code, place)
 
 
 def engine_prompt(prompt: str | list[int], cache_salt: str | None = None) -> Any:

@@ -80,10 +80,12 @@ class Completions:
         service.check_generates()
         answer, prompts = await service.work(self._read, http, body)
         options: dict[str, Any] = {"special": body.add_special_tokens is not False, "keep": body.truncate_prompt_tokens}
-        rendered = []
-        for prompt in prompts:
+        rendered, places = [], entry_names("prompt", len(prompts))
+        for index, prompt in enumerate(prompts):
             token_ids = await service.encode(prompt, **options) if isinstance(prompt, str) else prompt
-            rendered.append(GenerateRequest.of(body, answer.id, token_ids, answer.params))
+            await service.check_prompt(token_ids, answer.params, places[index])
+            name = answer.id if len(prompts) == 1 else f"{answer.id}-{index}"
+            rendered.append(GenerateRequest.of(body, name, token_ids, answer.params))
         return await service.work(JSON, rendered)
 
     def _read(self, http: Request, body: CompletionRequest) -> tuple[_Answer, list[str | list[int]]]:

@@ -69,8 +69,9 @@ class TokenParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
     @classmethod
     def of(cls, params: SamplingParams) -> TokenParams:
         """Parameters with all values, so that no server puts defaults of its own in their place."""
-        given = {name: value for name in (*SAMPLING, "max_tokens", "logprobs") if (value := getattr(params, name))}
-        given |= {name: value for name in ("temperature", "max_tokens") if (value := getattr(params, name)) is not None}
+        given = {
+            name: value for name in (*SAMPLING, "max_tokens", "logprobs") if (value := getattr(params, name)) != []
+        }
         if params.logit_bias:
             given["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
         if (constraint := params.structured_outputs) is not None:
@@ -97,7 +98,9 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @classmethod
     def of(cls, body: GenerationRequest, name: str, token_ids: list[int], params: SamplingParams) -> GenerateRequest:
-        """What a body asks for."""
+        """What a body asks for. Raises ApiError: it has parameters that only its own server's processors read."""
+        if body.vllm_xargs:
+            raise invalid("vllm_xargs", "vllm_xargs has no place in a rendered request; leave it out")
         return cls(
             token_ids=token_ids,
             sampling_params=TokenParams.of(params),
