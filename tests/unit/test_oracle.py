@@ -21,6 +21,7 @@ from fleetfoot.kv_transfer.vllm.base import KVConnectorBase_V1
 from fleetfoot.plan import oracle
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.oracle import Decision, ModelFeatures, UnsupportedFeatureError
+from fleetfoot.plan.output_settings import output_settings
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.kv_layout import ARENA, BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
 from fleetfoot.runner.capabilities import CAPABILITIES, Feature
@@ -547,3 +548,12 @@ INVALID: list[tuple[str, Any, type[Exception], str]] = [
 def test_invalid_settings(name: str, value: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         EngineConfig(**{name: value})
+
+
+def test_settings_that_change_outputs_are_what_engines_of_a_group_compare() -> None:
+    plan = resolve_plan(EngineConfig(), GPU, environ={}, config_only=True)
+    changes: dict[str, Any] = {"kv_cache_dtype": "fp8", "seed": 1, "enforce_eager": True}
+    for name, value in changes.items():
+        other = resolve_plan(EngineConfig(**{name: value}), GPU, environ={}, config_only=True)
+        differ = output_settings(plan).items() ^ output_settings(other).items()
+        assert {setting for setting, _ in differ} == {name} - {"enforce_eager"}

@@ -18,6 +18,7 @@ def output_settings(plan: EnginePlan) -> dict[str, str]:
         "model config": digest_of([model]),
         "dtype": plan.dtype,
         "quantization": str(config.quantization),
+        "kv_cache_dtype": plan.kv_dtype,
         "tokenizer": "none" if plan.tokenizer_path is None else tokenizer_digest(plan.tokenizer_path),
         "seed": str(config.seed),
         "logits_processors": str([f"{one.__module__}:{one.__qualname__}" for one in plan.logits_processors]),
