@@ -78,7 +78,7 @@ FOREIGN = {
     "experts": (
         {"moe_num_experts": 8}, {"num_moe_experts": 8}, {"num_experts_per_layer": [8, 8]}, {"num_experts": "8"},
         {"num_experts_per_tok": 2, "moe_intermediate_size": 64}, {"numExperts": 4}, {"nExpertsPerTok": 2},
-        {"ffn_config": {"moe_num_experts": 16}}, {"ffn": {"experts": {"count": 8}}}, {"is_moe": True},
+        {"ffn_config": {"moe_num_experts": 16}}, {"ffn": {"experts": {"count": 8}}}, {"is_moe": True}, {"MoE": True},
         {"moe": {"top_k": 2}}, {"layers": [{"mlp": "dense"}, {"mlp": "x", "n_experts": 4}]}, {"moe_layers": [1]},
         {"mlp_types": ["dense", "sparse_moe"]}, {"router_aux_loss_coef": 0.001}, {"expert_num": 8.0},
         {"model_type": "qwen2_moe"}, {"decoder": {"sparse": {"routed_scaling_factor": 2.5}}},

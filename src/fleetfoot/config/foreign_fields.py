@@ -25,7 +25,7 @@ _PATTERNS = {
         r"(?<![a-z])(awq|bnb|[a-z]{0,6}_?n?bits?|(fp|int|nf|mxfp|nvfp)[468])(?![a-z\d])"
     ),
 }
-"""On names in lower case, with ``_`` before what was a capital within a word."""
+"""On names in lower case, with and without ``_`` before what was a capital within a word."""
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _KIND_FIELD = re.compile(r"(type|kind|pattern|block)s?$")
 """Fields with values that name kinds of layers: ``mlp_type``, ``layers_block_type``."""
@@ -61,7 +61,7 @@ def foreign_fields(content: Mapping[str, Any], read: Collection[str] = (), prefi
 
 
 def _kind_of(name: str, value: Any) -> str | None:
-    words = [_CAPITAL.sub("_", name).lower()]
+    words = [_CAPITAL.sub("_", name).lower(), name.lower()]
     if _KIND_FIELD.search(words[0]):
         words += [each.lower() for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
     return next((kind for kind, pattern in _PATTERNS.items() if any(map(pattern.search, words))), None)
