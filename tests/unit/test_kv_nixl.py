@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -639,3 +640,26 @@ def test_loads_that_wait_for_a_thread(make: MakeEngine) -> None:
     consumer.shutdown()
     producer.until_sent("three")
     assert producer.counters["sends_declined"] == 2
+
+
+@pytest.mark.parametrize(("set_before", "devices"), [(None, ["lo", "mlx5_0:1"]), ("eth7", ["eth7"])])
+def test_ucx_uses_the_interface_of_the_address_alone(
+    monkeypatch: pytest.MonkeyPatch, set_before: str | None, devices: list[str]
+) -> None:
+    found: list[list[str]] = []
+
+    def nixl_agent(name: str, config: object) -> object:
+        found.append(os.environ["UCX_NET_DEVICES"].split(","))
+        return SimpleNamespace(backends=["UCX"])
+
+    sync = SimpleNamespace(NIXL_THREAD_SYNC_STRICT=0)
+    api = SimpleNamespace(nixl_agent_config=Mock(), nixl_thread_sync_t=sync, nixl_agent=nixl_agent)
+    monkeypatch.setattr(transfer_agent, "nixl_api", lambda: api)
+    monkeypatch.setattr(transfer_agent, "rdma_ports", lambda: ["mlx5_0:1"])
+    if set_before is None:
+        monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("UCX_NET_DEVICES", set_before)
+    transfer_agent.NixlAgent("a", "127.0.0.1")
+    assert found == [devices]
+    assert os.environ.get("UCX_NET_DEVICES") == set_before
