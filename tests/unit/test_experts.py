@@ -333,10 +333,13 @@ def test_programs_share_the_choice_of_a_few_tokens(rows: int, monkeypatch: pytes
     torch.testing.assert_close(*weights, equal_nan=True)
 
 
+SHARED = [("inputs in steps", 1, True), ("groups", 5, False), ("inputs in steps", 14, True)]
+
+
 @interpreted
-@pytest.mark.parametrize("form", ["plain", *FORMS])
 @pytest.mark.parametrize(
-    ("case", "rows", "is_gated"), [("inputs in steps", 1, True), ("groups", 5, False), ("inputs in steps", 14, 1)]
+    ("form", "case", "rows", "is_gated"),
+    [*(("plain", *each) for each in SHARED), *((form, *SHARED[number % 3]) for number, form in enumerate(FORMS))],
 )
 def test_a_shared_expert_joins_the_chosen_ones(form: str, case: str, rows: int, is_gated: bool) -> None:
     """Of few tokens: the reference's sum is that of layers of its own, and the kernels' is as the reference's."""
