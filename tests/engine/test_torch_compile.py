@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.engines import make_engine, make_text_checkpoint, prompt_of, run_requests
+from tests.helpers.engines import make_engine, prompt_of, run_requests
 from torch._dynamo.utils import counters
 
 from fleetfoot import SamplingParams
@@ -13,14 +13,13 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 4
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # inductor's own
-def test_tokens_are_those_of_plain_layers_and_serving_compiles_nothing(tmp_path: Path) -> None:
-    make_text_checkpoint(tmp_path, num_hidden_layers=1)
+def test_tokens_are_those_of_plain_layers_and_serving_compiles_nothing(text_model: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8)
     requests = {
         str(length): ({"prompt_token_ids": prompt_of(length, 100, seed=length)}, params) for length in (1, 2, 7, 40)
     }
     ways: tuple[dict[str, Any], ...] = ({"model_runner": "v1"}, {"compilation_config": {"mode": 1}})
-    engines = [make_engine(tmp_path, **SETTINGS, **way) for way in ways]
+    engines = [make_engine(text_model, **SETTINGS, **way) for way in ways]
     counters.clear()
     plain, compiled = (run_requests(engine, requests) for engine in engines)
     assert [engine.runner_name for engine in engines] == ["v1", "v1"]
