@@ -58,8 +58,9 @@ def usage_errors() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-def add_command(commands: argparse._SubParsersAction[Any], command: Command) -> None:
-    """Add a command's parser. The parsed arguments get its ``run`` and ``parser``."""
+def add_command(commands: argparse._SubParsersAction[Any], command: Command, *, has_flags: bool = True) -> None:
+    """Add a command's parser. The parsed arguments get its ``run`` and ``parser``. ``has_flags``: else it is listed
+    alone."""
     parser = commands.add_parser(
         command.name,
         help=command.help,
@@ -68,7 +69,8 @@ def add_command(commands: argparse._SubParsersAction[Any], command: Command) -> 
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # with abbreviations, a new flag could make an old script ambiguous
     )
-    command.add_arguments(parser)
+    if has_flags:
+        command.add_arguments(parser)
     if command.run is not None:
         # short: the list of all flags would fill the screen before each error
         parser.usage = f"{parser.prog} {command.positional}[FLAG ...]"
