@@ -10,13 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from fleetfoot.parsers.base import Tool
+from fleetfoot.utils.json_schema import ANNOTATIONS, mapped
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_NOTES = ("title", "description", "examples", "default", "$comment")
 _CLOSING = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref")
-_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
-_SCHEMA_LISTS = ("anyOf", "oneOf", "prefixItems")
-_SCHEMA_MAPS = ("properties", "$defs", "definitions", "patternProperties")
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _GROUP = "[0-9a-fA-F]{1,4}"
@@ -198,20 +195,15 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 def closed(schema: Any) -> Any:
     """The schema without notes, in which objects have no properties that are not named, unless it mentions others."""
-    if not isinstance(schema, Mapping):
-        return schema
+    return mapped(schema, _closed, skipped=("allOf", "dependentSchemas", "dependencies"))
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     result = {
-        name: value for name, value in schema.items() if name not in _NOTES and (value is not None or name == "const")
+        name: value
+        for name, value in schema.items()
+        if name not in ANNOTATIONS and (value is not None or name == "const")
     }
-    for name in _SCHEMAS:
-        if name in result:
-            result[name] = closed(result[name])
-    for name in _SCHEMA_LISTS:
-        if isinstance(result.get(name), list):
-            result[name] = [closed(one) for one in result[name]]
-    for name in _SCHEMA_MAPS:
-        if isinstance(result.get(name), Mapping):
-            result[name] = {key: closed(one) for key, one in result[name].items()}
     named, required = result.get("properties"), result.get("required", [])
     is_open = not isinstance(named, Mapping) or any(name in result for name in _CLOSING)
     if not is_open and isinstance(required, list) and all(name in list(named or ()) for name in required):

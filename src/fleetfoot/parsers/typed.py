@@ -8,6 +8,7 @@ from typing import Any
 
 from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.literals import python_literal
+from fleetfoot.utils.json_schema import find
 
 _CHECKS: dict[str, Any] = {
     "null": lambda value: value is None,
@@ -65,10 +66,7 @@ def _resolved(schema: Any, root: Mapping[str, Any], parts: Iterator[int]) -> Map
     """A schema without a reference in itself and in its alternatives. After so many ``parts`` schemas are empty:
     references may be circular."""
     while isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
-        target: Any = root if next(parts, None) is not None else None
-        for part in reference.removeprefix("#").split("/")[1:]:
-            target = target.get(part) if isinstance(target, Mapping) else None
-        schema = target
+        schema = find(root, reference) if next(parts, None) is not None else None
     if not isinstance(schema, Mapping) or next(parts, None) is None:
         return {}
     lists = {name: schema[name] for name in _ALTERNATIVES if isinstance(schema.get(name), list)}

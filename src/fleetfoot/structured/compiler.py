@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.parsers.grammar import Rules, split_added
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.grammars import FindError, GrammarText, after_reasoning, check_size, make_grammar
+from fleetfoot.structured.grammars import FindError, GrammarText, after_reasoning, check_size, make_grammar, refused
 from fleetfoot.structured.state import Grammar, GrammarState, ReasoningEnd
 from fleetfoot.structured.strings import new_matcher, plain_matcher
 from fleetfoot.structured.trial import GrammarTrial
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 10.0
 """Seconds of a core in which a grammar must be compiled."""
-_PATIENCE_S = 900.0
-"""How long a request waits by the clock: for the vocabulary, for grammars before its own, on a busy machine."""
+_PATIENCE_S = 900.0  # how long a request waits by the clock: for the vocabulary, for grammars before, on a busy machine
 _MAX_CACHED = 256
 _NUM_THREADS = 4
 
@@ -34,15 +33,11 @@ _NUM_THREADS = 4
 class Vocabulary:
     """The tokenizer as llguidance reads it."""
 
-    tokenizer: Any
-    """See `Grammar`."""
+    tokenizer: Any  # as of `Grammar`
     source: VocabularySource
-    new_rules: Callable[[], Rules]
-    """Rules with its added tokens."""
-    piece: Callable[[int], bytes]
-    """The text of a token, special ones included."""
-    encode: Callable[[str], list[int]]
-    """The tokens of a text, which may be special ones."""
+    new_rules: Callable[[], Rules]  # rules with its added tokens
+    piece: Callable[[int], bytes]  # the text of a token, special ones included
+    encode: Callable[[str], list[int]]  # the tokens of a text, which may be special ones
 
 
 class GrammarCompiler:
@@ -66,12 +61,9 @@ class GrammarCompiler:
         trial: GrammarTrial | None = None,
         on_vocabulary: Callable[[VocabularySource], object] = lambda _: None,
     ) -> None:
-        self._load_tokenizer = load_tokenizer
-        self._vocab_size = vocab_size
-        self.eos_token_ids = tuple(sorted(eos_token_ids))
-        self._timeout_s = timeout_s
-        self._trial = trial
-        self._on_vocabulary = on_vocabulary
+        self._load_tokenizer, self._on_vocabulary = load_tokenizer, on_vocabulary
+        self._vocab_size, self.eos_token_ids = vocab_size, tuple(sorted(eos_token_ids))
+        self._trial, self._timeout_s = trial, timeout_s
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()
@@ -130,8 +122,8 @@ class GrammarCompiler:
             assert self._load_tokenizer is not None
             tokenizer = self._load_tokenizer()
             backend, pieces = tokenizer.backend, tokenizer.pieces
-            used = (token_id + 1 for token_id in (*backend.get_vocab().values(), *self.eos_token_ids))
-            source = VocabularySource(backend.to_str(), max(self._vocab_size, *used), self.eos_token_ids)
+            ends = [token_id for token_id in self.eos_token_ids if token_id < self._vocab_size]
+            source = VocabularySource(backend.to_str(), self._vocab_size, ends)
             self._on_vocabulary(source)
             try:
                 read = source.read()
@@ -196,10 +188,9 @@ class GrammarChecker(GrammarCompiler):
     """
 
     def _make(self, params: StructuredOutputsParams) -> Any:
-        trial, timeout_s = self._trial, self._timeout_s
-        assert self._load_tokenizer is not None and trial is not None
-        rules = _rules_of(self._load_tokenizer())()
-        _grammar_of(params, rules, lambda grammar: trial.run(grammar, timeout_s))
+        assert self._load_tokenizer is not None and self._trial is not None
+        find_error = functools.partial(self._trial.run, timeout_s=self._timeout_s)
+        _grammar_of(params, _rules_of(self._load_tokenizer())(), find_error)
         return CheckedGrammar()
 
 
@@ -215,7 +206,7 @@ def _grammar_of(params: StructuredOutputsParams, rules: Rules, find_error: FindE
         check_size("frame", params.frame)
         grammar = grammar.framed(params.frame)
         if error := find_error(grammar.text):
-            raise FieldError("structured_outputs.frame", f"cannot be compiled: {error:.500}")
+            raise refused("frame", f"cannot be compiled: {error:.500}")
     return grammar
 
 

@@ -8,21 +8,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from fleetfoot.structured.parts import (
-    MAX_REFERENCES,
-    NEVER,
-    NOTES,
-    Resolve,
-    constants,
-    kind_of,
-    kinds_of,
-    required_names,
-)
+from fleetfoot.utils.json_schema import NEVER, NOTES, Resolve, constants, kind_of, kinds_of, required_names
 
-MAX_COMPARED = 1 << 16
-"""Pairs of options, or of constants. With more, the compiler decides whether they exclude each other."""
-MAX_TEXT = 2000
-"""Characters of constants, of which the others are a regular expression."""
+MAX_COMPARED = 1 << 16  # pairs of options, or of constants; with more, the compiler decides if they exclude each other
+MAX_TEXT = 2000  # characters of constants, of which the others are a regular expression
 _KINDS = ("null", "boolean", "string", "number", "array", "object")
 _OPPOSITES = {
     "minimum": ("number", "exclusiveMaximum", 0),
@@ -143,7 +132,7 @@ def _are_disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> boo
     one, other = resolve(one), resolve(other)
     if one is False or other is False:
         return True
-    if not isinstance(one, dict) or not isinstance(other, dict) or depth > MAX_REFERENCES:
+    if not isinstance(one, dict) or not isinstance(other, dict) or depth > _MAX_DEPTH:
         return False
     values, others = constants(one), constants(other)
     if values is not None and others is not None:

@@ -10,12 +10,11 @@ from typing import Any
 
 from fleetfoot.parsers.grammar import Rules, quoted
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.parts import find, pointer, subschemas
 from fleetfoot.structured.schemas import plain_regex, simplified
+from fleetfoot.utils.json_schema import find, pointer, subschemas
 from fleetfoot.utils.validation import FieldError
 
-_MANY_CHOICES = 1000
-"""From so many on a choice is one lexeme: the parser, which would have a row for each, has at most 8,000."""
+_MANY_CHOICES = 1000  # from so many on a choice is one lexeme: the parser, with a row for each, has at most 8,000
 MAX_CHARS = 1 << 19
 """Most characters of a constraint as text."""
 MAX_DEPTH = 128
@@ -25,6 +24,7 @@ WHITESPACE = r" |\n( {0,16}|\t{0,8})"
 """Between the tokens of JSON: a space, or a line break with an indentation. Without an end, small models repeat it
 until ``max_tokens``."""
 
+_TOO_DEEP = f"is nested deeper than {MAX_DEPTH} levels"
 _MAX_ERROR = 600
 _REWORDED = (
     ("Unimplemented keys:", "keywords that are not supported:"),
@@ -91,15 +91,17 @@ def make_grammar(params: StructuredOutputsParams, rules: Rules, find_error: Find
         schema = {"type": "object"} if params.json_object else _as_json("json", params.json)
         return _schema_grammar(schema, params, find_error)
     if error := find_error(grammar.text):
-        raise FieldError(f"structured_outputs.{name}", f"cannot be compiled: {_reworded(error)}")
+        raise refused(name, f"cannot be compiled: {_reworded(error)}")
     return grammar
+
+
+def refused(name: str, problem: str, value: Any = None, code: str | None = None) -> FieldError:
+    return FieldError(f"structured_outputs.{name}", problem, value, code)
 
 
 def check_size(name: str, text: str) -> None:
     if len(text) > MAX_CHARS:
-        raise FieldError(
-            f"structured_outputs.{name}", f"has {len(text):,} characters; it can have at most {MAX_CHARS:,}"
-        )
+        raise refused(name, f"has {len(text):,} characters; it can have at most {MAX_CHARS:,}")
 
 
 def _as_json(name: str, value: Any) -> Any:
@@ -108,23 +110,18 @@ def _as_json(name: str, value: Any) -> Any:
         text = value if isinstance(value, str) else json.dumps(value)
         check_size(name, text)
         value = json.loads(text)
-        is_too_deep = _is_deep(value, MAX_DEPTH)
-    except RecursionError:
-        is_too_deep = True
     except FieldError:
         raise
-    except (TypeError, ValueError) as error:
-        raise FieldError(f"structured_outputs.{name}", f"is not JSON: {error}") from error
-    if is_too_deep:
-        raise FieldError(f"structured_outputs.{name}", f"is nested deeper than {MAX_DEPTH} levels")
+    except (TypeError, ValueError, RecursionError) as error:
+        is_deep = isinstance(error, RecursionError)
+        raise refused(name, _TOO_DEEP if is_deep else f"is not JSON: {error}") from error
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        parts = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [part for some in parts for part in some]
+    if any(isinstance(one, dict | list) for one in level):
+        raise refused(name, _TOO_DEEP)
     return value
-
-
-def _is_deep(value: Any, most: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    children = value.values() if isinstance(value, dict) else value
-    return most == 0 or any(_is_deep(child, most - 1) for child in children)
 
 
 def _read_grammar(text: str, rules: Rules) -> GrammarText:
@@ -140,7 +137,7 @@ def _read_grammar(text: str, rules: Rules) -> GrammarText:
                 part["lark_grammar"] = rules.named(part["lark_grammar"])
     except Exception as error:  # of the converter, or of content that is no list of grammars
         kind = "JSON with a list of 'grammars'" if text.lstrip().startswith("{") else "GBNF"
-        raise FieldError("structured_outputs.grammar", f"cannot be compiled: it is not {kind}: {error!r}") from error
+        raise refused("grammar", f"cannot be compiled: it is not {kind}: {error!r}") from error
     return GrammarText(content)
 
 
@@ -177,11 +174,9 @@ def after_reasoning(grammar: GrammarText, begin: str, end: str, rules: Rules) ->
 
 def _schema_grammar(schema: Any, params: StructuredOutputsParams, find_error: FindError) -> GrammarText:
     if not isinstance(schema, dict | bool):
-        raise FieldError(
-            "structured_outputs.json", f"is {schema!r:.200}; a JSON schema is an object, true or false", schema
-        )
+        raise refused("json", f"is {schema!r:.200}; a JSON schema is an object, true or false", schema)
     if schema is False:
-        raise FieldError("structured_outputs.json", "is false, which no output is valid under")
+        raise refused("json", "is false, which no output is valid under")
     schema = {} if schema is True else schema
 
     def compile_schema(schema: Mapping[str, Any], *, has_plain_names: bool = False) -> tuple[GrammarText, str]:
@@ -197,9 +192,7 @@ def _schema_grammar(schema: Any, params: StructuredOutputsParams, find_error: Fi
         if not error:
             return grammar
     path = _locate(schema, error, lambda part: compile_schema(part)[1])
-    raise FieldError(
-        "structured_outputs.json", f"cannot be compiled: {_reworded(error)} (at {path})", path, "invalid_schema"
-    )
+    raise refused("json", f"cannot be compiled: {_reworded(error)} (at {path})", path, "invalid_schema")
 
 
 def _prepared(
@@ -239,50 +232,47 @@ def _locate(schema: Mapping[str, Any], error: str, find_error: Callable[[Mapping
 
 # --- structural tags --------------------------------------------------------------------------------------------------
 
-_TAG = "structured_outputs.structural_tag"
+_TAG = "structural_tag"
 
 
-def _expect(is_right: bool, place: str, value: Any, expected: str) -> None:
+def _check(is_right: bool, place: str, value: Any, expected: str) -> None:
     """Raises FieldError for a value that is not what is expected."""
     if not is_right:
-        raise FieldError(place, f"is {value!r:.200}; it must {expected}", value)
+        raise refused(place, f"is {value!r:.200}; it must {expected}", value)
 
 
-def _expect_keys(place: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def _check_keys(place: str, value: Mapping[str, Any], *known: str) -> None:
     """Raises FieldError for a key that would have no effect."""
     if unknown := [name for name in value if name not in known]:
-        raise FieldError(place, f"has an unknown key {unknown[0]!r:.100}; it takes {', '.join(known)}")
+        raise refused(place, f"has an unknown key {unknown[0]!r:.100}; it takes {', '.join(known)}")
 
 
 def _structural_tag(tag: Any, rules: Rules, params: StructuredOutputsParams) -> str:
     """The grammar of free text with structures. Special tokens in triggers, ``begin`` and ``end`` are meant as such."""
-    is_known = isinstance(tag, dict) and "structures" in tag and "triggers" in tag
-    _expect(is_known, _TAG, tag, "have 'structures' and 'triggers' (the form with 'format' is not supported)")
+    is_known = isinstance(tag, dict) and tag.keys() >= {"structures", "triggers"}
+    _check(is_known, _TAG, tag, "have 'structures' and 'triggers' (the form with 'format' is not supported)")
     for name in ("structures", "triggers"):
-        _expect(isinstance(tag[name], list), f"{_TAG}.{name}", tag[name], "be a list")
-    _expect_keys(_TAG, tag, ("structures", "triggers", "type"))
-    kind = tag.get("type", "structural_tag")
-    _expect(kind == "structural_tag", f"{_TAG}.type", kind, "be 'structural_tag', or be left out")
-    triggers, tags = tag["triggers"], []
+        _check(isinstance(tag[name], list), f"{_TAG}.{name}", tag[name], "be a list")
+    _check_keys(_TAG, tag, "structures", "triggers", "type")
+    kind, triggers, tags = tag.get("type", _TAG), tag["triggers"], []
+    _check(kind == _TAG, f"{_TAG}.type", kind, f"be {_TAG!r}, or be left out")
     for index, trigger in enumerate(triggers):
         is_text = isinstance(trigger, str) and bool(trigger)
-        _expect(is_text, f"{_TAG}.triggers[{index}]", trigger, "be a string that is not empty")
+        _check(is_text, f"{_TAG}.triggers[{index}]", trigger, "be a string that is not empty")
     for index, structure in enumerate(tag["structures"]):
         where = f"{_TAG}.structures[{index}]"
         is_known = isinstance(structure, dict) and isinstance(structure.get("begin"), str)
-        _expect(is_known, where, structure, "be an object with 'begin', 'schema' and 'end'")
-        _expect_keys(where, structure, ("begin", "schema", "end"))
+        _check(is_known, where, structure, "be an object with 'begin', 'schema' and 'end'")
+        _check_keys(where, structure, "begin", "schema", "end")
         begin, end, schema = structure["begin"], structure.get("end", ""), structure.get("schema", {})
-        _expect(isinstance(end, str), f"{where}.end", end, "be a string")
+        _check(isinstance(end, str), f"{where}.end", end, "be a string")
         fitting = [trigger for trigger in triggers if begin.startswith(trigger)]
         if not fitting:
-            raise FieldError(
-                f"{where}.begin", f"is {begin!r}, which begins with none of the triggers {triggers!r}", begin
-            )
+            raise refused(f"{where}.begin", f"is {begin!r}, which begins with none of the triggers {triggers!r}", begin)
         schema = _prepared(schema if isinstance(schema, dict) else {"allOf": [schema]}, params)
         trigger, value = max(fitting, key=len), rules.add(f"%json {json.dumps(schema)}")
         texts = rules.until(trigger), rules.given(begin.removeprefix(trigger)), value, rules.given(end)
         tags.append(rules.add(" ".join(filter(None, texts))))
     if not tags:
-        raise FieldError(_TAG, "has no structures; it must have at least one")
+        raise refused(_TAG, "has no structures; it must have at least one")
     return rules.render(f"{rules.any_of(tags)}* TEXT")

@@ -86,16 +86,16 @@ def set_only(mask: np.ndarray, token_id: int) -> None:
     mask.view(np.uint32)[token_id // 32] = 1 << (token_id % 32)
 
 
-def clear_bits(mask: np.ndarray, token_ids: Iterable[int]) -> None:
-    """Do not allow tokens, if others are left."""
-    mask = mask.view(np.uint32)
+def clear_bits(mask: Any, token_ids: Iterable[int]) -> None:
+    """Do not allow tokens, if others are left. ``mask``: words of int32, of which memory takes a tenth of an array's
+    time."""
     cleared: dict[int, int] = {}  # word -> its former value
     for token_id in token_ids:
         place, bit = divmod(token_id, 32)
         word = int(mask[place]) if place < len(mask) else 0
         if word >> bit & 1:
             cleared.setdefault(place, word)
-            mask[place] = word & ~(1 << bit)
-    if cleared and not mask.any():
+            mask[place] = word - (1 << bit if bit < 31 else -(1 << 31))
+    if cleared and not any(mask):
         for place, word in cleared.items():
             mask[place] = word

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fleetfoot.structured.parts import NOTES, find, first_items
+from fleetfoot.utils.json_schema import NOTES, find, first_items
 
 _KEYWORDS = NOTES | frozenset(
     ("type", "enum", "const", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",

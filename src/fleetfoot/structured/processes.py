@@ -21,12 +21,9 @@ import time
 import weakref
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Any
-
-import numpy as np
 
 from fleetfoot.config import env
 from fleetfoot.native.loading import watch
@@ -38,29 +35,20 @@ from fleetfoot.structured.vocabulary import VocabularySource
 from fleetfoot.utils.process import write_to
 from fleetfoot.utils.shared_words import SharedWords
 
-_NUM_COMMANDS = 1 << 16
-"""int32 of a step's commands."""
-_TASK = 7
-"""int32 of a task, before its tokens, drafts and bans."""
+_NUM_COMMANDS = 1 << 16  # int32 of a step's commands
+_TASK = 7  # int32 of a task, before its tokens, drafts and bans
 _HEADER = 64
-_POSTED, _OFFSET, _DONE, _SLEEPS, _IS_READY, _NUM_FAILED, _NUM_READ = 0, 1, 16, 17, 18, 19, 20
-"""Places in the header: a step's number and where its masks begin, written by the engine, and what its process writes,
-in another cache line."""
-_NUM_SLOTS = 1024
-"""Sequences of a process."""
-_NUM_PLACES = 256
-"""Places for the numbers of the grammars that a process has compiled: that of a grammar is its number's remainder."""
+# Places in the header: a step's number and where its masks begin, written by the engine, and, in another cache line,
+# what its process writes.
+_POSTED, _OFFSET, _DONE, _SLEEPS, _IS_READY, _NUM_FAILED = 0, 1, 16, 17, 18, 19
+_NUM_SLOTS = 1024  # sequences of a process
+_NUM_PLACES = 256  # for the numbers of compiled grammars: the place of a grammar is its number's remainder
 _MAX_GRAMMARS = _NUM_PLACES
-_MAX_GRAMMAR = 1 << 17
-"""Bytes of a grammar that is sent through a pipe. Larger ones stay with the thread that steps."""
-_LOOK_NS = 20_000
-"""How long both sides look at a word before they look at something else."""
-_SPIN_S = 0.002
-"""How long a process looks for the next step before it blocks."""
-_SLEEP_S = 0.05
-"""How long it blocks at most: a step can be posted while it falls asleep."""
-_PIPE_BYTES = 1 << 20
-_F_SETPIPE_SZ = 1031
+_MAX_GRAMMAR = 1 << 17  # bytes of a grammar that is sent through a pipe; larger ones stay with the thread that steps
+_LOOK_NS = 20_000  # how long both sides look at a word before they look at something else
+_SPIN_S = 0.002  # how long a process looks for the next step before it blocks
+_SLEEP_S = 0.05  # how long it blocks at most: a step can be posted while it falls asleep
+_READ_BYTES = 1 << 20
 _WRAP = 1 << 31
 _SETTLE = "settle"
 
@@ -89,25 +77,18 @@ class _StepMemory:
 class Replica:
     """A matcher in another process, which is given back when the object is collected."""
 
-    __slots__ = ("_freed", "_grammar", "_has_begun", "_ready", "num_sent", "process", "slot")
+    __slots__ = ("_freed", "_ready", "grammar", "has_begun", "num_sent", "process", "slot")
 
     def __init__(self, process: int, slot: int, grammar: int, ready: memoryview, freed: deque[int]) -> None:
         self.process, self.slot = process, slot
-        self.num_sent = 0
-        """Tokens that it has consumed, or that are posted."""
-        self._grammar, self._ready, self._freed = grammar, ready, freed
-        self._has_begun = False  # a step has been posted for it
+        self.num_sent = 0  # tokens that it has consumed, or that are posted
+        self.has_begun = False  # a step has been posted for it
+        self.grammar, self._ready, self._freed = grammar, ready, freed
 
     @property
     def is_ready(self) -> bool:
         """Whether its grammar is compiled there."""
-        return self._has_begun or self._ready[self._grammar % _NUM_PLACES] == self._grammar
-
-    def begin(self, is_reset: bool) -> int:
-        """The grammar that its next task begins; 0: it goes on."""
-        number = 0 if self._has_begun and not is_reset else self._grammar
-        self._has_begun = True
-        return number
+        return self.has_begun or self._ready[self.grammar % _NUM_PLACES] == self.grammar
 
     def __del__(self) -> None:
         self._freed.append(self.slot)
@@ -117,78 +98,62 @@ class StepTasks:
     """The tasks of a step: the masks of a sequence's next token, and of those after its drafts."""
 
     def __init__(self, num_processes: int) -> None:
-        self.words = [array("i", [0]) for _ in range(num_processes)]
-        """Those of each process: their number, and each one."""
+        self.words = [array("i", [0]) for _ in range(num_processes)]  # of each process: their number, and each one
 
-    def add(
-        self,
-        replica: Replica,
-        place: tuple[int, int],
-        is_reset: bool,
-        token_ids: Sequence[int],
-        drafts: Sequence[int],
-        bans: Sequence[int],
-    ) -> int:
+    def add(self, replica: Replica, place: tuple[int, int], is_reset: bool, *tokens: Sequence[int]) -> int:
         """Add a task.
 
         Args:
             place: the first of the masks of the step that are written, and their number.
             is_reset: the matcher begins again before it consumes tokens.
-            token_ids: consumed first.
-            bans: tokens that the first mask does not allow, if it allows others.
+            tokens: those that are consumed first; drafts; and those that the first mask does not allow, if it allows
+                others.
 
         Returns where its tokens are among the words of its process; 0: there is no room.
         """
         words = self.words[replica.process]
-        num_tokens, num_drafts, num_bans = len(token_ids), len(drafts), len(bans)
-        begin = len(words) + _TASK
-        if begin + num_tokens + num_drafts + num_bans > _NUM_COMMANDS:
+        begin, lengths = len(words) + _TASK, [len(some) for some in tokens]
+        if begin + sum(lengths) > _NUM_COMMANDS:
             return 0
-        number = replica.begin(is_reset)
-        words.extend((replica.slot, number, *place, num_tokens, num_drafts, num_bans, *token_ids, *drafts, *bans))
+        grammar = 0 if replica.has_begun and not is_reset else replica.grammar  # 0: it goes on
+        words.extend((replica.slot, grammar, *place, *lengths, *chain(*tokens)))
+        replica.has_begun = True
         words[0] += 1
         return begin
 
 
-@dataclass(slots=True)
 class _Process:
-    process: subprocess.Popen[bytes]
-    memory: _StepMemory
-    is_done: Callable[[int, int], bool]
-    """`watch` of the step that is done."""
-    free: list[int] = field(default_factory=lambda: [*reversed(range(_NUM_SLOTS))])
-    """Slots without a sequence. The one used last is taken first, since a slot keeps its matcher."""
-    freed: deque[int] = field(default_factory=deque)
-    """Those of replicas that were collected, in any thread."""
-    grammars: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    """Numbers of those that it keeps, the one used last at the end."""
-    num_written: int = 0
-    """Bytes, modulo 2**31."""
+    """A process, what it keeps, and what it has got. ``masks``: descriptor of the file that masks are written to."""
 
-    def send(self, message: object) -> bool:
-        """Returns whether the pipe has room, so that no step waits for a process that reads it late."""
-        line = json.dumps(message).encode() + b"\n"
-        unread = (self.num_written - self.memory.header[_NUM_READ]) % _WRAP
-        if unread and unread + len(line) > _PIPE_BYTES // 2:
-            return False
-        self.num_written = (self.num_written + len(line)) % _WRAP
-        write_to(self.process, line)  # the next `wait` finds whether it has ended
-        return True
+    def __init__(self, masks: int) -> None:
+        self.memory = _StepMemory()
+        descriptors = self.memory.file.descriptor, masks
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *map(str, descriptors)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=descriptors,
+            env=env.for_child({}),
+            start_new_session=True,  # Ctrl-C in a terminal is for the engine's process alone
+        )
+        self.is_done = self.memory.watch(_DONE)
+        # slots without a sequence: the one used last is taken first, since a slot keeps its matcher
+        self.free = [*reversed(range(_NUM_SLOTS))]
+        self.freed: deque[int] = deque()  # slots of replicas that were collected, in any thread
+        self.grammars: OrderedDict[str, int] = OrderedDict()  # numbers of those that it keeps, the last used at the end
+
+    def send(self, message: object) -> None:
+        write_to(self.process, json.dumps(message).encode() + b"\n")  # the next `wait` finds whether it has ended
 
     def keep(self, grammar: GrammarText) -> int:
-        """The number of a grammar that it keeps, or begins to compile; 0: it has too much to read at this time."""
-        number = self.grammars.get(grammar.text, 0)
-        if not number:
+        """The number of a grammar that it keeps, or begins to compile."""
+        if grammar.text not in self.grammars:
             is_full = len(self.grammars) == _MAX_GRAMMARS
-            former = next(iter(self.grammars.values())) if is_full else len(self.grammars)
-            number = (former + _NUM_PLACES) % _WRAP or _NUM_PLACES
-            if not self.send([number, grammar.content, grammar.is_schema, grammar.marks]):
-                return 0
-            if is_full:
-                self.grammars.popitem(last=False)
-            self.grammars[grammar.text] = number
+            former = self.grammars.popitem(last=False)[1] if is_full else len(self.grammars)
+            self.grammars[grammar.text] = number = (former + _NUM_PLACES) % _WRAP or _NUM_PLACES
+            self.send([number, grammar.content, grammar.is_schema, grammar.marks])
         self.grammars.move_to_end(grammar.text)
-        return number
+        return self.grammars[grammar.text]
 
 
 class MaskProcesses:
@@ -203,7 +168,6 @@ class MaskProcesses:
     """
 
     def __init__(self, num_processes: int = 0, source: VocabularySource | None = None, masks: int = -1) -> None:
-        self._num_processes = num_processes
         self._step = 0
         self._processes: list[_Process] = []
         arguments = self._processes, num_processes, source, masks
@@ -212,22 +176,18 @@ class MaskProcesses:
         if source is not None:
             self._starting.start()
 
-    @property
-    def _is_ready(self) -> bool:
-        """Whether all processes have read the vocabulary."""
-        processes = self._processes
-        return 0 < len(processes) == self._num_processes and all(one.memory.header[_IS_READY] for one in processes)
-
     def open(self, grammar: GrammarText) -> Replica | None:
         """A matcher at the beginning of a grammar; None: there is no room, or no process is ready."""
-        if len(grammar.text) > _MAX_GRAMMAR or not self._is_ready:
+        is_ready = self._processes and all([one.memory.header[_IS_READY] for one in self._processes])
+        if not is_ready or len(grammar.text) > _MAX_GRAMMAR:
             return None
         for one in self._processes:
             while one.freed:
                 one.free.append(one.freed.popleft())
         number, chosen = max(enumerate(self._processes), key=lambda one: len(one[1].free))
-        known = chosen.keep(grammar) if chosen.free else 0
-        return Replica(number, chosen.free.pop(), known, chosen.memory.ready, chosen.freed) if known else None
+        if not chosen.free:
+            return None
+        return Replica(number, chosen.free.pop(), chosen.keep(grammar), chosen.memory.ready, chosen.freed)
 
     def post(self, offset: int, tasks: StepTasks) -> None:
         """Begin to compute a step. ``offset``: int32 before its masks, in the file of masks."""
@@ -281,28 +241,10 @@ def is_supported() -> bool:
 
 
 def _start(processes: list[_Process], num_processes: int, source: VocabularySource, masks: int) -> None:
-    started = [_started(masks) for _ in range(num_processes)]
+    started = [_Process(masks) for _ in range(num_processes)]
     for one in started:
         one.send([source.tokenizer, source.vocab_size, [*source.eos_token_ids]])
     processes.extend(started)
-
-
-def _started(masks: int) -> _Process:
-    import fcntl
-
-    memory = _StepMemory()
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(memory.file.descriptor), str(masks)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        pass_fds=[memory.file.descriptor, masks],
-        env=env.for_child({}),
-        start_new_session=True,  # Ctrl-C in a terminal is for the engine's process alone
-    )
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(process.stdin, _F_SETPIPE_SZ, _PIPE_BYTES)
-    return _Process(process, memory, memory.watch(_DONE))
 
 
 def _end(processes: list[_Process]) -> None:
@@ -322,8 +264,8 @@ class _Server:
     def __init__(self, memory: _StepMemory, masks: SharedWords) -> None:
         self._memory = memory
         self._masks = masks.words
-        self._lines: deque[bytes] = deque()
-        self._buffer = b""  # after the last line
+        self._lines: deque[bytearray] = deque()
+        self._buffer = bytearray()  # after the last line
         while not self._lines:
             self._read_lines()
         self._tokenizer = VocabularySource(*json.loads(self._lines.popleft())).read()
@@ -361,7 +303,7 @@ class _Server:
         """Compute the masks of the posted step. Returns the numbers of tasks that have failed."""
         commands, num_words = self._memory.commands, self._num_words
         words = self._masks.data
-        address, row_bytes = self._masks.ctypes.data + 4 * offset, 4 * num_words
+        address = self._masks.ctypes.data
         place, failed = 1, []
         for number in range(commands[0]):
             slot, begins, row, num_masks, num_tokens, num_drafts, num_bans = commands[place : place + _TASK]
@@ -369,6 +311,7 @@ class _Server:
             drafts_at = begin + num_tokens
             bans_at = drafts_at + num_drafts
             place = bans_at + num_bans
+            first = offset + row * num_words
             matcher = self._begin(slot, begins) if begins else self._matchers[slot][0]
             if matcher is None:
                 failed.append(number)
@@ -376,20 +319,15 @@ class _Server:
             for index in range(begin, drafts_at):
                 matcher.consume_token(commands[index])
             if num_masks == 1 and not num_drafts:
-                matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+                matcher.unsafe_compute_mask_ptr(address + 4 * first, 4 * num_words)
             else:
-                drafts = commands[drafts_at:bans_at].tolist()
-                matcher = fill_masks(matcher, drafts, self._mask(offset, row, num_masks))
-            if num_bans and _allows_any(words, offset + row * num_words, commands[bans_at:place]):
-                clear_bits(self._mask(offset, row)[0], commands[bans_at:place])
+                masks = self._masks[first : first + num_masks * num_words].reshape(num_masks, -1)
+                matcher = fill_masks(matcher, commands[drafts_at:bans_at].tolist(), masks)
+            if num_bans:
+                clear_bits(words[first : first + num_words], commands[bans_at:place])
             if matcher.is_error():
                 failed.append(number)
         return failed
-
-    def _mask(self, offset: int, row: int, num_masks: int = 1) -> np.ndarray:
-        """Masks of the step, ``[num_masks, num_words]``."""
-        begin = offset + row * self._num_words
-        return self._masks[begin : begin + num_masks * self._num_words].reshape(num_masks, -1)
 
     def _begin(self, slot: int, number: int) -> Any:
         """The matcher of a slot at the beginning of a grammar. None: the grammar is not kept any more."""
@@ -426,18 +364,13 @@ class _Server:
 
     def _read_lines(self) -> None:
         """Read the lines of standard input that are there; wait for a part of one."""
-        text = os.read(0, _PIPE_BYTES)
+        text = os.read(0, _READ_BYTES)
         if not text:
             os._exit(0)  # the engine has ended
-        header = self._memory.header
-        header[_NUM_READ] = (header[_NUM_READ] + len(text)) % _WRAP
-        *lines, self._buffer = (self._buffer + text).split(b"\n")
-        self._lines.extend(lines)
-
-
-def _allows_any(words: memoryview, begin: int, token_ids: Iterable[int]) -> bool:
-    """Whether the mask that begins at ``begin`` allows one of the tokens; `clear_bits` takes ten times as long."""
-    return any(words[begin + token_id // 32] >> token_id % 32 & 1 for token_id in token_ids)
+        self._buffer += text
+        if b"\n" in text:
+            *lines, self._buffer = self._buffer.split(b"\n")
+            self._lines.extend(lines)
 
 
 def main() -> None:

@@ -17,15 +17,14 @@ from itertools import accumulate, combinations
 from typing import Any
 
 from fleetfoot.structured.exclusion import MAX_COMPARED, MAX_TEXT, all_disjoint, negated, other_texts
-from fleetfoot.structured.parts import (
-    MAX_REFERENCES,
+from fleetfoot.utils.json_schema import (
     NEVER,
     NOTES,
     Resolve,
     constants,
-    find,
     mapped,
     required_names,
+    resolver,
     subschemas,
     values_of,
 )
@@ -90,17 +89,12 @@ _PART_OF_CLASS = re.compile(r"\\([<>])|\\.|\[:\^?\w+:\]|(\[|&&|--|~~)", re.DOTAL
 _MAX_NUMBER = 10**18
 _MAX_CONSTANT = 2**63
 _MAX_OPTIONAL = 1000
-_MAX_SET = 1024
-"""Lists that counts of properties become."""
-_MAX_LISTS = 1 << 12
-"""Lists that ``uniqueItems`` becomes. Those with more items are left out, if some with so many are there:"""
-_FEWEST_ITEMS = 3
-_MAX_CONTAINED = 8
-"""Items up to the first one that ``contains`` demands."""
-_MAX_NEGATED = 8
-"""Options of ``oneOf`` of which some can be met together."""
-_MAX_RESOLVED = 50_000
-"""Parts of a schema that are resolved for comparisons: references can form trees of any size."""
+_MAX_SET = 1024  # lists that counts of properties become
+_MAX_LISTS = 1 << 12  # lists that ``uniqueItems`` becomes
+_FEWEST_ITEMS = 3  # of those lists, if ones with more items are left out
+_MAX_CONTAINED = 8  # items up to the first one that ``contains`` demands
+_MAX_NEGATED = 8  # options of ``oneOf`` of which some can be met together
+_MAX_DEPTH = 32
 
 
 def simplified(schema: Mapping[str, Any], *, is_closed: bool = False, has_plain_names: bool = False) -> dict[str, Any]:
@@ -114,18 +108,7 @@ def simplified(schema: Mapping[str, Any], *, is_closed: bool = False, has_plain_
     Raises:
         ValueError: a number is too large to be compared.
     """
-
-    left = iter(range(_MAX_RESOLVED))
-
-    def resolve(part: Any) -> Any:
-        if next(left, None) is None:
-            return None
-        for _ in range(MAX_REFERENCES):
-            if not isinstance(part, dict) or part.keys() - NOTES != {"$ref"}:
-                return part
-            part = find(schema, part["$ref"])
-        return None
-
+    resolve = resolver(schema)
     changed: dict[str, Any] = mapped(schema, lambda part: _Schema(part, resolve, is_closed=is_closed).parts)
     return mapped(changed, _with_plain_names) if has_plain_names else changed
 
@@ -403,7 +386,7 @@ def _evaluated(schema: Any, resolve: Resolve, depth: int = 0) -> list[str] | Non
     """The properties that a schema and those that are met with it evaluate; None: not by their names alone."""
     schema = resolve(schema)
     others = {*_IN_PLACE, "patternProperties", "additionalProperties"} - {"$ref", "allOf"}
-    if not isinstance(schema, dict) or depth > MAX_REFERENCES or schema.keys() & others:
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH or schema.keys() & others:
         return None
     properties, parts = schema.get("properties", {}), schema.get("allOf", [])
     if not isinstance(properties, dict) or not isinstance(parts, list):

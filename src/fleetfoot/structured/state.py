@@ -1,4 +1,4 @@
-"""The state of a sequence under a grammar: which of its output tokens matchers consume, and its drafts."""
+"""The state of a sequence under a grammar: which of its output tokens matchers consume, its drafts, and its masks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fleetfoot.sampling.shape import mask_size
+import numpy as np
+
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.structured.grammars import GrammarText
+from fleetfoot.structured.mask_space import clear_bits, fill_masks, set_only
 from fleetfoot.structured.processes import Replica
 from fleetfoot.structured.vocabulary import VocabularySource
 
@@ -72,14 +75,13 @@ class GrammarState:
     """
 
     __slots__ = (
-        "_banned", "_begin", "_min_tokens", "_num_read", "_num_taken", "_prefix", "_reasoning", "_tail", "drafts",
-        "grammar", "has_begun", "matcher", "num_words", "replica",
+        "_ahead", "_banned", "_begin", "_min_tokens", "_num_read", "_num_taken", "_prefix", "_reasoning", "_tail",
+        "begin", "drafts", "first_mask", "first_row", "grammar", "has_begun", "is_restricted", "matcher", "num_masks",
+        "replica", "step_drafts",
     )  # fmt: skip
 
     def __init__(self, grammar: Grammar, banned: Sequence[int], min_tokens: int) -> None:
         self.grammar = grammar
-        self.num_words = mask_size(grammar.tokenizer.vocab_size)
-        """int32 of a mask of the tokenizer."""
         self.replica: Replica | None = None
         """A matcher in another process."""
         self._reasoning = grammar.reasoning
@@ -92,6 +94,12 @@ class GrammarState:
         """Whether the grammar applies to the next token."""
         self.drafts: list[int] = []
         """Those that the next step verifies, as its runner has reported them; -1: none."""
+        # of the step: the first row of logits, the first mask among those of the step, and the number of masks
+        self.first_row = self.first_mask = self.num_masks = 0
+        self.begin = 0  # the first of its rows that the grammar applies to
+        self._ahead: Any = None  # a matcher for that row; None: that of the sequence
+        self.step_drafts: Sequence[int] = ()  # after that row
+        self.is_restricted = False  # whether `restrict` has something to do
         self._restart()
 
     def _restart(self) -> None:
@@ -127,12 +135,10 @@ class GrammarState:
     def tokens(self, output_token_ids: Sequence[int], num_taken: int) -> tuple[bool, Sequence[int]]:
         """The tokens up to the last `read` that a matcher lacks which has consumed ``num_taken``, and whether it has to
         begin again."""
-        begin = self._begin + num_taken - len(self._prefix)
-        if begin > self._num_read:
-            return True, [*self._prefix, *output_token_ids[self._begin : self._num_read]]
-        if num_taken >= len(self._prefix):
-            return False, output_token_ids[begin : self._num_read]
-        return False, [*self._prefix[num_taken:], *output_token_ids[self._begin : self._num_read]]
+        is_reset = self._begin + num_taken - len(self._prefix) > self._num_read
+        num_taken = 0 if is_reset else num_taken
+        begin = self._begin + max(0, num_taken - len(self._prefix))
+        return is_reset, [*self._prefix[num_taken:], *output_token_ids[begin : self._num_read]]
 
     def advance(self, output_token_ids: Sequence[int], replica: Replica) -> tuple[bool, Sequence[int]]:
         """`tokens` of a replica, which lacks none then."""
@@ -170,7 +176,49 @@ class GrammarState:
                 return place, matcher, drafts[place:]
         return num_drafts + 1, None, []
 
-    def forced(self, place: int) -> int | None:
+    def enter(self, output: SchedulerOutput, index: int, output_token_ids: Sequence[int]) -> bool:
+        """Begin a step in which it is at ``index``. Returns whether it needs masks; else every token is allowed."""
+        self.read(output_token_ids)
+        is_decode = index < output.num_decodes
+        num_drafts = output.num_drafts if is_decode else 0
+        self.first_row = index * (1 + num_drafts) if is_decode else index + output.num_decodes * output.num_drafts
+        self.num_masks = 1 + num_drafts
+        is_plain = self.has_begun and not num_drafts
+        self.begin, self._ahead, self.step_drafts = (0, None, ()) if is_plain else self.walk(num_drafts)
+        self.is_restricted = self.begin > 0 or self.has_bans
+        return (
+            self.begin <= num_drafts
+            or self.has_bans
+            or any(self._forced(place) is not None for place in range(self.num_masks))
+        )
+
+    def masks_of(self, masks: np.ndarray) -> np.ndarray:
+        """Its own among the masks of the step, ``[num_masks, words]``."""
+        return masks[self.first_mask : self.first_mask + self.num_masks]
+
+    def fill(self, output_token_ids: Sequence[int], masks: np.ndarray) -> str:
+        """Fill its masks in this thread. Returns why that fails; empty: it does not. ``masks``: as of `masks_of`."""
+        masks[: self.begin].fill(-1)
+        if self.begin >= self.num_masks:
+            return ""
+        error = self.catch_up(output_token_ids) if self._ahead is None else ""
+        if not error:
+            matcher = fill_masks(self._ahead or self.matcher, self.step_drafts, masks[self.begin :])
+            error = f"the grammar cannot go on: {matcher_error(matcher)}" if matcher.is_error() else ""
+        if error:
+            masks.fill(-1)
+        return error
+
+    def restrict(self, masks: np.ndarray, stop_token_ids: Iterable[int]) -> None:
+        """Apply what is beside the grammar: tokens that may not be there, and those that must be."""
+        for place, mask in enumerate(masks):
+            token_id = self._forced(place) if place < self.begin else None
+            if token_id is not None:
+                set_only(mask, token_id)
+            elif bans := self.bans(place, stop_token_ids):
+                clear_bits(mask.data, bans)
+
+    def _forced(self, place: int) -> int | None:
         """The token that must be at a position before the grammar, counted from the next token; None: any."""
         return None if self._reasoning is None else self._reasoning.forced(self._num_read + place)
 

@@ -35,14 +35,10 @@ _CHARACTERS = re.compile(rb"(?:%b)*" % _CHARACTER, re.DOTALL)
 _EACH = re.compile(_CHARACTER, re.DOTALL)
 _MARK = re.compile(rb'[{}\[\]:,"]')
 _QUOTE = 0x22
-_MAX_ITEMS = 8000
-"""Most items of a parser's row: an object has four for each property that is not required."""
-_MAX_GRAMMAR = 1 << 16
-"""Characters. Larger ones take long to be compiled twice."""
-_MAX_CLASSES = 64
-"""Classes of characters that are kept."""
-_MAX_BASES = 32
-"""Sets of tokens that are kept for a class of characters."""
+_MAX_ITEMS = 8000  # of a parser's row: an object has four for each property that is not required
+_MAX_GRAMMAR = 1 << 16  # characters; larger ones take long to be compiled twice
+_MAX_CLASSES = 64  # classes of characters that are kept
+_MAX_BASES = 32  # sets of tokens that are kept for a class of characters
 
 
 def plain_matcher(tokenizer: Any, text: str) -> Any:
@@ -68,7 +64,7 @@ def new_matcher(tokenizer: Any, grammar: GrammarText, plain: Any = None) -> Any:
     if texts.quote < 0 or follower.is_error() or not all(found.sample for found in classes.values()):
         return matcher
     marks = [texts.texts[mark] if isinstance(mark, int) else mark.encode() for mark in grammar.marks]
-    return StringMatcher(matcher, follower, texts, classes, _Reader(Place.root(schema), classes, marks))
+    return StringMatcher(matcher, follower, texts, _Reader(Place.root(schema), classes, marks))
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -108,10 +104,8 @@ class _Texts:
         self.texts = [
             b"\xff%d\xff" % token if token in special else tokenizer.decode_bytes([token]) for token in range(num)
         ]  # no text has such bytes
-        self.counts = [0] * num
-        """Characters of each, up to the quote that closes the string; the last one may be a part."""
-        self.is_content = bytearray(num)
-        """Tokens of whole characters."""
+        self.counts = [0] * num  # characters, up to the quote that closes the string; the last one may be a part
+        self.is_content = bytearray(num)  # tokens of whole characters
         closing: dict[bytes, list[tuple[int, bytes]]] = {}
         matcher = plain_matcher(tokenizer, "start: /(?s:.*)/")  # no special tokens, and none without text
         for token in np.flatnonzero(_flags(matcher.compute_bitmask(), num)).tolist():
@@ -123,27 +117,24 @@ class _Texts:
                 closing.setdefault(text[end:], []).append((token, text[:end]))
         self.longest = max(self.counts)
         self.quote = self.texts.index(b'"') if b'"' in self.texts else -1
+        # a vocabulary of the bytes, and of the texts from the quote on that closes a string
         tokens = [*(bytes([byte]) for byte in range(256)), *(text for text in closing if len(text) > 1)]
         end = len(tokens)
         self.tokenizer = make_tokenizer([*tokens, b"<end>"], [end], [end], lambda text: list(text.encode()))
-        """An `llguidance.LLTokenizer` of the bytes, and of the texts from the quote on that closes a string."""
-        self.closing = [closing.get(text, []) for text in tokens]
-        """The tokens with each of its texts, and the text before it."""
+        self.closing = [closing.get(text, []) for text in tokens]  # the tokens with each text, and the text before it
         counts, is_closing = np.array(self.counts), np.zeros(num, dtype=bool)
         is_closing[[token for found in self.closing for token, _ in found]] = True
+        # masks: the tokens with at most so many characters, and those that close no string before so many
         self.fitting = cache(lambda most: _bits(counts <= most))
-        """The tokens with at most so many characters, as a mask."""
         self.late = cache(lambda least: _bits(~is_closing | (counts >= least)))
-        """The tokens that close no string before so many characters, as a mask."""
         self.characters = lru_cache(_MAX_CLASSES)(lambda pattern: _Class(self, pattern))
-        """The `_Class` of a pattern of one character."""
 
 
 _texts_of = lru_cache(maxsize=2)(_Texts)
 
 
 class _Class:
-    """The tokens that may be in strings of a class of characters."""
+    """The tokens that may be in strings of a class of characters. ``pattern``: of one character."""
 
     def __init__(self, texts: _Texts, pattern: str) -> None:
         most = texts.longest + 1
@@ -155,21 +146,22 @@ class _Class:
         by_byte.consume_token(_QUOTE)
         fits = _flags(by_byte.compute_bitmask(), 256)
         samples = [bytes([byte]) for byte in range(0x20, 0x7F) if fits[byte] and byte not in b'"\\']
+        # a character of one byte; empty: there is none, or no other, which llguidance would force
         self.sample = samples[0] if len(samples) > 1 else b""
-        """A character of one byte; empty: there is none, or no other, which llguidance would force."""
         starts = {start for found in texts.closing for _, start in found}
         valid = {start for start in starts if by_byte.validate_tokens([*start]) == len(start)}
-        self._content = _flags(matcher.compute_bitmask(), len(texts.texts))
-        self._content[[token for found in texts.closing for token, _ in found]] = False
-        self._closing = [[token for token, start in found if start in valid] for found in texts.closing]
-        self.base = lru_cache(_MAX_BASES)(self._base)
+        content = _flags(matcher.compute_bitmask(), len(texts.texts))
+        content[[token for found in texts.closing for token, _ in found]] = False
+        closing = [[token for token, start in found if start in valid] for found in texts.closing]
 
-    def _base(self, fitting: bytes) -> np.ndarray:
+        def base(fitting: bytes) -> np.ndarray:
+            flags = content.copy()
+            for text in np.flatnonzero(_flags(fitting, len(closing))):
+                flags[closing[text]] = True
+            return _bits(flags)
+
+        self.base = lru_cache(_MAX_BASES)(base)
         """The tokens of a string, as a mask. ``fitting``: the mask of `_Texts.tokenizer`."""
-        flags = self._content.copy()
-        for text in np.flatnonzero(_flags(fitting, len(self._closing))):
-            flags[self._closing[text]] = True
-        return _bits(flags)
 
 
 # --- the document -----------------------------------------------------------------------------------------------------
@@ -180,32 +172,28 @@ class _Reader:
 
     Args:
         place: of its value.
-        classes: of all strings, by their patterns.
+        classes: of all strings in the schema, by their patterns.
         marks: what a text may begin with, and end with, that is before the document; none: it begins at once.
     """
 
     __slots__ = (
-        "_classes", "_frames", "_is_name", "_is_open", "_marks", "_name", "_place", "characters", "is_followed",
+        "_frames", "_is_name", "_is_open", "_marks", "_name", "_place", "characters", "classes", "is_followed",
         "pending", "rest", "strings",
     )  # fmt: skip
 
     def __init__(self, place: Place, classes: Mapping[str, _Class], marks: Sequence[bytes]) -> None:
+        self.classes = classes
         self._place = place  # of the value that comes next, or is there
-        self._classes = classes
         self._marks = [*marks]  # that are ahead
         self._frames: list[tuple[Place, int]] = []  # of what is open: its place, and the index in an array; -1: object
         self._name: bytes | None = None  # of the value; None: it comes next, in an object
         self._is_open = self._is_name = False  # a string
-        self.strings: Strings | None = None
-        """Those that the open string is one of. None: none is open, or it is in none."""
-        self.characters = 0
-        """Whole ones that it has."""
-        self.rest = b""
-        """The part of a character after them."""
+        self.strings: Strings | None = None  # those that the open string is one of; None: none is open, or others
+        self.characters = 0  # whole ones that it has
+        self.rest = b""  # the part of a character after them
+        # what a follower has not consumed; the content of strings does not matter to it, once they are long enough
         self.pending = bytearray()
-        """What a follower has not consumed. The content of strings does not matter to it, once they are long enough."""
-        self.is_followed = False
-        """Whether the follower is in the open string."""
+        self.is_followed = False  # whether the follower is in the open string
 
     def copy(self) -> _Reader:
         other = copy.copy(self)
@@ -215,7 +203,7 @@ class _Reader:
     def enter(self) -> None:
         """Let the follower enter the open string, as far as it must be before it can be closed."""
         if self.strings is not None and not self.is_followed:
-            self.pending += self._classes[self.strings.characters].sample * self.strings.least
+            self.pending += self.classes[self.strings.characters].sample * self.strings.least
             self.is_followed = True
 
     def _skip(self, text: bytes) -> bytes:
@@ -277,8 +265,8 @@ class _Reader:
         self.characters += _count(content[:end])
         if self.strings is None:
             self.pending += content[:end]
-            if self._is_name:
-                self._name = (self._name or b"") + content[:end]
+        if self._is_name:
+            self._name = (self._name or b"") + content[:end]
         if end == len(content) or content[end] != _QUOTE:
             self.rest = content[end:]
             return len(text)
@@ -298,25 +286,24 @@ class StringMatcher:
     Args:
         matcher: at the beginning.
         follower: of the same grammar and the tokenizer of ``texts``.
-        classes: of all strings in the schema.
         reader: at the beginning.
     """
 
-    def __init__(
-        self, matcher: Any, follower: Any, texts: _Texts, classes: Mapping[str, _Class], reader: _Reader
-    ) -> None:
-        self._matcher, self._follower = matcher, follower
-        self._texts, self._classes, self._reader = texts, classes, reader
+    def __init__(self, matcher: Any, follower: Any, texts: _Texts, reader: _Reader) -> None:
+        self._matcher, self._follower, self._texts, self._reader = matcher, follower, texts, reader
+        self.is_error, self.validate_tokens = matcher.is_error, matcher.validate_tokens
         self._size = 4 * -(-len(texts.texts) // 32)
         self._base: np.ndarray | None = None  # of the string that it is in
 
     def __getattr__(self, name: str) -> Any:
-        """What changes nothing: whether it accepts tokens, has ended, or has an error."""
-        return getattr(self._matcher, name)
+        """What changes nothing: whether it accepts an end, has ended, or has an error."""
+        if name.startswith(("is_", "get_")):
+            return getattr(self._matcher, name)
+        raise AttributeError(name)
 
     def deep_copy(self) -> StringMatcher:
-        matcher, follower = self._matcher.deep_copy(), self._follower.deep_copy()
-        other = StringMatcher(matcher, follower, self._texts, self._classes, self._reader.copy())
+        copied = self._matcher.deep_copy(), self._follower.deep_copy()
+        other = StringMatcher(*copied, self._texts, self._reader.copy())
         other._base = self._base
         return other
 
@@ -362,7 +349,7 @@ class StringMatcher:
             is_there = self._follower.consume_tokens([*reader.pending])
             reader.pending.clear()
             fitting = self._follower.compute_bitmask() if is_there else None
-            self._base = None if fitting is None else self._classes[strings.characters].base(fitting)
+            self._base = None if fitting is None else reader.classes[strings.characters].base(fitting)
         mask = self._base
         if mask is not None and strings.most is not None and strings.most - reader.characters < texts.longest:
             mask = mask & texts.fitting(strings.most - reader.characters)

@@ -15,14 +15,14 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 
 from fleetfoot.config import env
+from fleetfoot.utils.process import write_to
 
 _MAX_MEMORY = 2 << 30
-_STACK_BYTES = 4 << 20
-"""Half of what a thread of an engine has, so that what passes here has room there."""
-_PATIENCE_S = 600.0
-"""How long a process may take by the clock: on a busy machine, time of a core is much less."""
+_STACK_BYTES = 4 << 20  # half of what a thread of an engine has, so that what passes here has room there
+_PATIENCE_S = 600.0  # how long a process may take by the clock: on a busy machine, time of a core is much less
 _SHORTEST_S = 1e-6
 
 
@@ -44,9 +44,18 @@ class GrammarTrial:
         with contextlib.suppress(IndexError):
             process = self._idle.pop()
         if process is None or process.poll() is not None:
-            process = _start()
-        reply = _exchange(process, [grammar, max(timeout_s, _SHORTEST_S)])
-        if not reply:
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=env.for_child({}),
+                start_new_session=True,  # Ctrl-C in a terminal is for this process alone
+            )
+        assert process.stdout is not None
+        write_to(process, json.dumps([grammar, max(timeout_s, _SHORTEST_S)]).encode() + b"\n")
+        reply = process.stdout.readline() if select.select([process.stdout], [], [], _PATIENCE_S)[0] else b""
+        if not reply:  # it has ended, or is too slow
             _end([process])
             raise ValueError(
                 f"structured_outputs cannot be compiled in {timeout_s:g} seconds of a core, with {_MAX_MEMORY >> 30} "
@@ -60,30 +69,6 @@ class GrammarTrial:
         _end(self._idle)
 
 
-def _start() -> subprocess.Popen[bytes]:
-    # a session of its own: Ctrl-C in a terminal is for this process alone
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=env.for_child({}),
-        start_new_session=True,
-    )
-
-
-def _exchange(process: subprocess.Popen[bytes], task: list[str | float]) -> bytes:
-    """Send a grammar and its limit, and wait for the reply. Empty: there is none."""
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(json.dumps(task).encode() + b"\n")
-        process.stdin.flush()
-    except OSError:  # it has ended
-        return b""
-    ready, _, _ = select.select([process.stdout], [], [], _PATIENCE_S)
-    return process.stdout.readline() if ready else b""
-
-
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     while processes:
         process = processes.pop()
@@ -92,25 +77,19 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
             process.communicate()
 
 
-def main() -> None:
+def _answer(find_error: Callable[[str], str]) -> None:
     """Compile each grammar of standard input, and answer with its error. A signal ends the process at the limit."""
-    from llguidance import LLMatcher
-
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
-
-    def answer() -> None:
-        for line in sys.stdin:
-            grammar, timeout_s = json.loads(line)
-            signal.setitimer(signal.ITIMER_PROF, timeout_s)
-            error = LLMatcher.validate_grammar(grammar)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            print(json.dumps(error), flush=True)
-
-    threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=answer)
-    thread.start()
-    thread.join()
+    for line in sys.stdin:
+        grammar, timeout_s = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)
+        error = find_error(grammar)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(error), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    from llguidance import LLMatcher
+
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
+    threading.stack_size(_STACK_BYTES)
+    threading.Thread(target=_answer, args=[LLMatcher.validate_grammar]).start()

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 class VocabularySource:
     """What a process makes an `llguidance.LLTokenizer` of."""
 
-    tokenizer: str
-    """The text of a tokenizer.json."""
-    vocab_size: int
+    tokenizer: str  # the text of a tokenizer.json
+    vocab_size: int  # of the model's logits; a tokenizer may have more tokens, or less
     eos_token_ids: Sequence[int]
 
     def read(self) -> Any:
@@ -36,9 +35,11 @@ class VocabularySource:
         backend = Tokenizer.from_str(self.tokenizer)
         texts = token_texts(backend)
         tokens = [texts.get(token_id, b"") for token_id in range(self.vocab_size)]
-        added = backend.get_added_tokens_decoder()
-        special = {token_id for token_id, token in added.items() if token.special} | {*self.eos_token_ids}
-        found = make_tokenizer(tokens, sorted(special), self.eos_token_ids, _encoder(backend, tokens, special))
+        marked = (token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
+        special = {token_id for token_id in (*marked, *self.eos_token_ids) if token_id < self.vocab_size}
+        content = {token_id: text for token_id, text in enumerate(tokens) if token_id not in special}
+        make = functools.partial(make_tokenizer, tokens, sorted(special), self.eos_token_ids)
+        found = make(_encoder(backend, content, functools.cache(lambda: make(lambda _: []).greedy_tokenize)))
         return found.with_slices(LLTokenizer.general_slices())  # a call of its own: each keeps Python's lock
 
 
@@ -76,8 +77,11 @@ def token_texts(backend: tokenizers.Tokenizer) -> Mapping[int, bytes]:
     return {token_id: piece if isinstance(piece, bytes) else piece.encode() for token_id, piece in pieces}
 
 
-def _encoder(backend: tokenizers.Tokenizer, tokens: Sequence[bytes], special: set[int]) -> Callable[[str], list[int]]:
-    """Encodes texts as a model writes them within an output: no special tokens, and nothing put before them."""
+def _encoder(
+    backend: tokenizers.Tokenizer, content: Mapping[int, bytes], greedy: Callable[[], Callable[[str], list[int]]]
+) -> Callable[[str], list[int]]:
+    """Encodes texts as a model writes them within an output: with tokens of ``content``, and nothing put before them.
+    ``greedy``: makes what finds the longest tokens, one by one."""
     from tokenizers import normalizers
 
     backend.encode_special_tokens = True
@@ -90,26 +94,10 @@ def _encoder(backend: tokenizers.Tokenizer, tokens: Sequence[bytes], special: se
         if hasattr(part, "add_prefix_space"):
             part.add_prefix_space = False
 
-    @functools.cache
-    def ids() -> tuple[dict[bytes, int], int]:
-        found = {text: token_id for token_id, text in enumerate(tokens) if text and token_id not in special}
-        return found, max(map(len, found), default=0)
-
     def encode(text: str) -> list[int]:
         found: list[int] = backend.encode(text, add_special_tokens=False).ids
-        content = text.encode()
-        if b"".join(tokens[token_id] for token_id in found) == content and special.isdisjoint(found):
-            return found
-        # a normalizer has changed it, or it has an end token: the longest tokens, one by one
-        (known, longest), found, place = ids(), [], 0
-        while place < len(content):
-            pieces = (content[place : place + size] for size in range(longest, 0, -1))
-            piece = next((piece for piece in pieces if piece in known), b"")
-            if not piece:
-                break
-            found.append(known[piece])
-            place += len(piece)
-        return found
+        is_same = b"".join(content.get(token_id, b"\xff") for token_id in found) == text.encode()
+        return found if is_same else greedy()(text)  # a normalizer has changed it, or it has an end token
 
     return encode
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
-NOTES = frozenset(
-    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema",
-     "$defs", "definitions", "x-guidance")
-)  # fmt: skip
+ANNOTATIONS = frozenset(("title", "description", "examples", "default", "$comment"))
+NOTES = ANNOTATIONS | {"deprecated", "readOnly", "writeOnly", "$schema", "$defs", "definitions", "x-guidance"}
 """Keywords that demand nothing of a value."""
 NEVER: dict[str, Any] = {"enum": []}
-MAX_REFERENCES = 32
+_MAX_REFERENCES = 32
+_MAX_RESOLVED = 50_000  # parts of a schema: references can form trees of any size
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = (
@@ -39,18 +39,18 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, str | int | Non
             yield keyword, None, value
 
 
-def mapped(schema: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
-    """A schema with each schema in it changed, the innermost first."""
+def mapped(schema: Any, change: Callable[[dict[str, Any]], Any], skipped: Collection[str] = ()) -> Any:
+    """A schema with each schema in it changed, the innermost first, but for those of ``skipped`` keywords."""
     if not isinstance(schema, dict):
         return schema
-    changed = dict(schema)
+    changed = {keyword: copy(value) for keyword, value in schema.items()}
     for keyword, name, part in subschemas(schema):
-        if name is None:
-            changed[keyword] = mapped(part, change)
+        if keyword in skipped:
             continue
-        if changed[keyword] is schema[keyword]:
-            changed[keyword] = schema[keyword].copy()
-        changed[keyword][name] = mapped(part, change)
+        if name is None:
+            changed[keyword] = mapped(part, change, skipped)
+        else:
+            changed[keyword][name] = mapped(part, change, skipped)
     return change(changed)
 
 
@@ -65,8 +65,25 @@ def find(root: Any, reference: Any) -> Any:
     if names[0] != "#":
         return None
     for name in names[1:]:
-        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
+        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
     return root
+
+
+def resolver(root: Any) -> Resolve:
+    """A `Resolve` for the parts of a schema. Its results are None for references that lead nowhere, or on for too
+    long."""
+    left = iter(range(_MAX_RESOLVED))
+
+    def resolve(part: Any) -> Any:
+        if next(left, None) is None:
+            return None
+        for _ in range(_MAX_REFERENCES):
+            if not isinstance(part, dict) or part.keys() - NOTES != {"$ref"}:
+                return part
+            part = find(root, part["$ref"])
+        return None
+
+    return resolve
 
 
 def kind_of(value: Any) -> str:
