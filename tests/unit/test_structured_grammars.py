@@ -314,7 +314,9 @@ def test_other_constraints(
         ({"regex": "a" * (MAX_CHARS + 1)}, "regex has .* characters"),
         ({"grammar": "start: missing"}, "grammar cannot be compiled: .*missing"),
         ({"grammar": "root ::= ("}, "grammar"),
-        ({"grammar": "{}"}, "grammar cannot be compiled"),
+        ({"grammar": "{}"}, "grammar cannot be compiled: it is not JSON"),
+        ({"grammar": '{"grammars": [{}'}, "grammar cannot be compiled: it is not JSON"),
+        ({"grammar": '{"grammars": [{}]}'}, "grammar cannot be compiled"),
         ({"structural_tag": "{}"}, "must have 'structures' and 'triggers'"),
         ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "at least one"),
         ({"structural_tag": {"structures": [{"begin": "x"}], "triggers": ["<"]}}, "begins with none of the triggers"),
@@ -392,7 +394,7 @@ def test_engines_that_cannot_have_grammars(make: Any, message: str, tokenizer: T
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tokenizer: Tokenizer) -> None:
     grammar = GrammarCompiler(lambda: tokenizer, VOCAB - 100, [EOS]).compile(StructuredOutputsParams(regex="[a-z]+"))
-    assert isinstance(grammar.matcher, LLMatcher)
+    assert isinstance(grammar.matcher, LLMatcher) and grammar.tokenizer.vocab_size == VOCAB - 100
     assert len(allowed(grammar.matcher.compute_bitmask())) > 26
 
 

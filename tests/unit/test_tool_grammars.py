@@ -183,7 +183,7 @@ def test_forced_calls_are_valid(vocabulary, name):
 
 SCHEMAS = {
     "nulls": {"type": "object", "properties": None, "required": None},
-    "reference": {"$ref": "#/$defs/x", "$defs": {"x": _schema(a={"enum": ["q"]})}},
+    "reference": {"$ref": "#/$defs/x~1y~0", "$defs": {"x/y~": _schema(a={"enum": ["q"]})}},
     "alternatives": {"type": "object", "anyOf": [_schema(a={"const": 1}), _schema(b={"const": "x"})]},
     "all": {"allOf": [_schema(a={"enum": [1]}), _schema(b={"enum": [True]})]},
     "keys": _schema(**{"a-b": {"const": 1}, "c d": {"const": 2}, "é": {"const": "ü"}, "$z": {"enum": [None]}}),

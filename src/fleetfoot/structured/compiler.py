@@ -64,6 +64,7 @@ class GrammarCompiler:
         self._load_tokenizer, self._on_vocabulary = load_tokenizer, on_vocabulary
         self._vocab_size, self.eos_token_ids = vocab_size, tuple(sorted(eos_token_ids))
         self._trial, self._timeout_s = trial, timeout_s
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "fleetfoot-grammars")
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()
@@ -110,10 +111,6 @@ class GrammarCompiler:
 
     # --- in a thread ------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_NUM_THREADS, "fleetfoot-grammars")
-
     def _load_vocabulary(self) -> Vocabulary:
         """Takes about a second for 150,000 tokens."""
         with self._loading:
@@ -122,8 +119,7 @@ class GrammarCompiler:
             assert self._load_tokenizer is not None
             tokenizer = self._load_tokenizer()
             backend, pieces = tokenizer.backend, tokenizer.pieces
-            ends = [token_id for token_id in self.eos_token_ids if token_id < self._vocab_size]
-            source = VocabularySource(backend.to_str(), self._vocab_size, ends)
+            source = VocabularySource(backend.to_str(), self._vocab_size, self.eos_token_ids)
             self._on_vocabulary(source)
             try:
                 read = source.read()
@@ -167,7 +163,12 @@ class GrammarCompiler:
             if most is not None:
                 reasoning.limit(most, vocabulary.encode(begin or ""), vocabulary.encode(end))
         matcher = new_matcher(vocabulary.tokenizer, grammar, compiled.get(grammar.text))
-        _check_beginning(matcher.deep_copy())
+        beginning = matcher.deep_copy()
+        has_tokens = any(beginning.compute_bitmask())
+        if beginning.is_error() or not has_tokens:
+            error = beginning.get_error().partition("\n")[0] or "no token can be the first"
+            error = error.replace("NoExtensionBias", "every way to begin leads nowhere")
+            raise FieldError("structured_outputs", f"has no output that fits it: {error:.300}")
         self.num_compiled += 1
         return Grammar(matcher, grammar, vocabulary.tokenizer, vocabulary.source, reasoning)
 
@@ -208,13 +209,3 @@ def _grammar_of(params: StructuredOutputsParams, rules: Rules, find_error: FindE
         if error := find_error(grammar.text):
             raise refused("frame", f"cannot be compiled: {error:.500}")
     return grammar
-
-
-def _check_beginning(matcher: Any) -> None:
-    """Raise ValueError if no output can begin."""
-    mask = matcher.compute_bitmask()
-    if matcher.is_error():
-        error = matcher.get_error().splitlines()[0].replace("NoExtensionBias", "every way to begin leads nowhere")
-        raise FieldError("structured_outputs", f"has no output that fits it: {error:.300}")
-    if not any(mask):
-        raise FieldError("structured_outputs", "has no output that fits it: no token can be the first")

@@ -4,8 +4,7 @@ schemas exclude each other, so that options of ``oneOf`` are those of ``anyOf``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from fleetfoot.utils.json_schema import NEVER, NOTES, Resolve, constants, kind_of, kinds_of, required_names
@@ -13,7 +12,7 @@ from fleetfoot.utils.json_schema import NEVER, NOTES, Resolve, constants, kind_o
 MAX_COMPARED = 1 << 16  # pairs of options, or of constants; with more, the compiler decides if they exclude each other
 MAX_TEXT = 2000  # characters of constants, of which the others are a regular expression
 _KINDS = ("null", "boolean", "string", "number", "array", "object")
-_OPPOSITES = {
+_OPPOSITES = {  # the type that a keyword is about, the keyword of the values that it excludes, and how that differs
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
     "exclusiveMinimum": ("number", "maximum", 0),
@@ -23,7 +22,6 @@ _OPPOSITES = {
     "minItems": ("array", "maxItems", -1),
     "maxItems": ("array", "minItems", 1),
 }
-"""By keyword: the type that it is about, the keyword of the values that it excludes, and how that differs."""
 _ANY = r"[\s\S]"
 _MAX_DEPTH = 8
 
@@ -122,13 +120,8 @@ def _character(letter: str) -> str:
     return letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}"
 
 
-def all_disjoint(options: Sequence[Any], resolve: Resolve) -> bool:
-    """Whether no value is valid under two of the schemas, as far as it can be seen."""
-    return all(_are_disjoint(one, other, resolve) for one, other in combinations(options, 2))
-
-
-def _are_disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> bool:
-    """Whether no value is valid under both of two schemas, as far as types, constants and properties show."""
+def are_disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> bool:
+    """Whether no value is valid under both of two schemas, as far as types, constants, patterns and properties show."""
     one, other = resolve(one), resolve(other)
     if one is False or other is False:
         return True
@@ -147,7 +140,7 @@ def _are_disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> boo
     if not kinds & other_kinds:
         return True
     return kinds == other_kinds == {"object"} and any(
-        _are_disjoint(_property(one, name), _property(other, name), resolve, depth + 1)
+        are_disjoint(_property(one, name), _property(other, name), resolve, depth + 1)
         for name in {*required_names(one), *required_names(other)}
     )
 

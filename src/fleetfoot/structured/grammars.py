@@ -76,14 +76,19 @@ def make_grammar(params: StructuredOutputsParams, rules: Rules, find_error: Find
     Raises:
         ValueError: it cannot be compiled; the message names the field, the place in a schema, and the reason.
     """
+    from llguidance import regex_to_lark
+
     for name in ("regex", "grammar"):
         check_size(name, getattr(params, name) or "")
     if params.regex is not None:
-        name, grammar = "regex", GrammarText.lark(_regex_rule(params.regex))
+        regex = regex_to_lark(plain_regex(params.regex), "d")  # a digit is one of ASCII, as in the patterns of schemas
+        name, grammar = "regex", GrammarText.lark(f"start: /{regex}/")
     elif params.grammar is not None:
         name, grammar = "grammar", _read_grammar(params.grammar, rules)
     elif params.choice is not None:
-        name, grammar = "choice", GrammarText.lark(_choice_rule(params.choice))
+        rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in params.choice)
+        is_short = len(params.choice) < _MANY_CHOICES
+        name, grammar = "choice", GrammarText.lark(f"start: {rule}" if is_short else f"start: ONE\nONE: {rule}")
     elif params.structural_tag is not None:
         tag = _as_json("structural_tag", params.structural_tag)
         name, grammar = "structural_tag", GrammarText.lark(_structural_tag(tag, rules, params))
@@ -139,18 +144,6 @@ def _read_grammar(text: str, rules: Rules) -> GrammarText:
         kind = "JSON with a list of 'grammars'" if text.lstrip().startswith("{") else "GBNF"
         raise refused("grammar", f"cannot be compiled: it is not {kind}: {error!r}") from error
     return GrammarText(content)
-
-
-def _regex_rule(regex: str) -> str:
-    """A regular expression in which ``\\d`` is an ASCII digit, as it is in the patterns of schemas."""
-    from llguidance import regex_to_lark
-
-    return f"start: /{regex_to_lark(plain_regex(regex), 'd')}/"
-
-
-def _choice_rule(choices: list[str]) -> str:
-    rule = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return f"start: {rule}" if len(choices) < _MANY_CHOICES else f"start: ONE\nONE: {rule}"
 
 
 def after_reasoning(grammar: GrammarText, begin: str, end: str, rules: Rules) -> GrammarText:

@@ -65,34 +65,32 @@ class Place:
 
     def _find(self, schemas: Iterable[Any]) -> Place:
         """The place that is under these schemas; equal ones are one object."""
-        options = self._expand(schemas, 0)
+        options = self._expand(schemas)
         unique = None if options is None else {id(option): option for option in options}
         key = None if unique is None else frozenset(unique)
         if key not in self._known:
             self._known[key] = Place(self._root, None if unique is None else [*unique.values()], self._known)
         return self._known[key]
 
-    def _expand(self, schemas: Iterable[Any], depth: int) -> list[Mapping[str, Any]] | None:
+    def _expand(self, schemas: Iterable[Any], depth: int = 0) -> list[Mapping[str, Any]] | None:
         """The schemas without alternatives; None: one is not understood."""
         options: list[Mapping[str, Any]] = []
         for schema in schemas:
-            found = self._expand_one(_ANY if schema is True else schema, depth)
-            if found is None or len(options) > _MAX_OPTIONS:
+            if schema is False:
+                continue
+            schema = _ANY if schema is True else schema
+            if not isinstance(schema, dict) or depth > _MAX_DEPTH or len(options) > _MAX_OPTIONS:
+                return None
+            found: list[Mapping[str, Any]] | None = [schema] if schema.keys() <= _KEYWORDS else None
+            match [*(schema.keys() - NOTES)]:
+                case ["$ref"]:
+                    found = self._expand([find(self._root, schema["$ref"])], depth + 1)
+                case ["anyOf" | "oneOf" as choice]:
+                    found = self._expand(schema[choice], depth + 1)
+            if found is None:
                 return None
             options += found
         return options
-
-    def _expand_one(self, schema: Any, depth: int) -> list[Mapping[str, Any]] | None:
-        if schema is False:
-            return []
-        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-            return None
-        match [*(schema.keys() - NOTES)]:
-            case ["$ref"]:
-                return self._expand([find(self._root, schema["$ref"])], depth + 1)
-            case ["anyOf" | "oneOf" as choice]:
-                return self._expand(schema[choice], depth + 1)
-        return [schema] if schema.keys() <= _KEYWORDS else None
 
 
 _ANY: Mapping[str, Any] = {}

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from itertools import accumulate, combinations
 from typing import Any
 
-from fleetfoot.structured.exclusion import MAX_COMPARED, MAX_TEXT, all_disjoint, negated, other_texts
+from fleetfoot.structured.exclusion import MAX_COMPARED, MAX_TEXT, are_disjoint, negated, other_texts
 from fleetfoot.utils.json_schema import (
     NEVER,
     NOTES,
@@ -359,7 +359,7 @@ class _Schema:
         options = self.parts.get("oneOf")
         if not isinstance(options, list) or len(options) ** 2 > MAX_COMPARED:
             return
-        if not all_disjoint(options, self._resolve):
+        if not all(are_disjoint(one, other, self._resolve) for one, other in combinations(options, 2)):
             is_small = len(options) <= _MAX_NEGATED
             others = [negated(option, self._resolve) for option in options] if is_small else [None]
             if None in others:
