@@ -118,7 +118,9 @@ def measure_engine(folder: Path, args: argparse.Namespace) -> dict[str, object]:
 
 def measure_host(folder: Path, config: dict[str, Any], args: argparse.Namespace) -> dict[str, object]:
     tokenizer = Tokenizer.from_path(folder)
-    grammars = GrammarCompiler(lambda: tokenizer, config["vocab_size"], [config["eos_token_id"]])
+    masker = TokenMasker(MaskMemory(-(-config["vocab_size"] // 32), args.requests), args.processes)
+    ends = [config["eos_token_id"]]
+    grammars = GrammarCompiler(lambda: tokenizer, config["vocab_size"], ends, on_vocabulary=masker.start)
     structured, rng = StructuredOutputsParams(json=SCHEMA), random.Random(2)
     begin = time.perf_counter()
     grammars.compile(structured)
@@ -129,8 +131,6 @@ def measure_host(folder: Path, config: dict[str, Any], args: argparse.Namespace)
         request.grammar = grammars.start(structured, min_tokens=0, ignore_eos=True)
         requests.append(request)
     count, times = len(requests), []
-    masker = TokenMasker(MaskMemory(-(-config["vocab_size"] // 32), count), args.processes)
-    masker.start(grammars.compile(structured).vocabulary)
     output = SchedulerOutput(0, list(range(count)), [1] * count, count, count, count, structured=list(range(count)))
     for _ in range(args.tokens):
         begin = time.perf_counter()

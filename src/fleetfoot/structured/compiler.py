@@ -68,7 +68,6 @@ class GrammarCompiler:
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()
-        self.num_compiled = 0
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """The grammar of a constraint. Waits for the thread that compiles it.
@@ -169,8 +168,7 @@ class GrammarCompiler:
             error = beginning.get_error().partition("\n")[0] or "no token can be the first"
             error = error.replace("NoExtensionBias", "every way to begin leads nowhere")
             raise FieldError("structured_outputs", f"has no output that fits it: {error:.300}")
-        self.num_compiled += 1
-        return Grammar(matcher, grammar, vocabulary.tokenizer, vocabulary.source, reasoning)
+        return Grammar(matcher, grammar, vocabulary.tokenizer, reasoning)
 
 
 @dataclass(slots=True)

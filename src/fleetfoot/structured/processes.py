@@ -9,6 +9,7 @@ reads them.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -48,7 +49,7 @@ _MAX_GRAMMAR = 1 << 17  # bytes of a grammar that is sent through a pipe; larger
 _LOOK_NS = 20_000  # how long both sides look at a word before they look at something else
 _SPIN_S = 0.002  # how long a process looks for the next step before it blocks
 _SLEEP_S = 0.05  # how long it blocks at most: a step can be posted while it falls asleep
-_READ_BYTES = 1 << 20
+_PIPE_BYTES = 1 << 20
 _WRAP = 1 << 31
 _SETTLE = "settle"
 
@@ -136,6 +137,9 @@ class _Process:
             env=env.for_child({}),
             start_new_session=True,  # Ctrl-C in a terminal is for the engine's process alone
         )
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # so much room that no step waits for a process that reads late
+            fcntl.fcntl(self.process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self.is_done = self.memory.watch(_DONE)
         # slots without a sequence: the one used last is taken first, since a slot keeps its matcher
         self.free = [*reversed(range(_NUM_SLOTS))]
@@ -364,7 +368,7 @@ class _Server:
 
     def _read_lines(self) -> None:
         """Read the lines of standard input that are there; wait for a part of one."""
-        text = os.read(0, _READ_BYTES)
+        text = os.read(0, _PIPE_BYTES)
         if not text:
             os._exit(0)  # the engine has ended
         self._buffer += text

@@ -12,7 +12,6 @@ from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.structured.grammars import GrammarText
 from fleetfoot.structured.mask_space import clear_bits, fill_masks, set_only
 from fleetfoot.structured.processes import Replica
-from fleetfoot.structured.vocabulary import VocabularySource
 
 
 class ReasoningEnd:
@@ -51,8 +50,6 @@ class Grammar:
     text: GrammarText
     tokenizer: Any
     """An `llguidance.LLTokenizer`. Ids after the tokenizer's own, up to the model's vocabulary, are never allowed."""
-    vocabulary: VocabularySource
-    """What the tokenizer is made of."""
     reasoning: ReasoningEnd | None
     """None: the constraint begins at once."""
 
