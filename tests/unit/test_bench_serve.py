@@ -144,7 +144,8 @@ def test_several_loads_are_a_line_each_with_the_keys_of_vllm(
     assert {body["model"] for body in server.bodies} == {"some-model"}
     assert len({tuple(body["prompt"]) for body in server.bodies}) == 1 + 6  # both loads have the same prompts
     drawn = ElementTree.parse(tmp_path / "load.svg")
-    assert "p99" in {element.text for element in drawn.iter() if element.tag.endswith("text")}
+    texts = {element.text for element in drawn.iter() if element.tag.endswith("text")}
+    assert {"p99", "some-model, fleetfoot", "latency, ms"} <= texts
 
 
 def test_a_profile_and_the_tails_of_one_load(server: OpenAI, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -438,14 +438,14 @@ def plot(points: Sequence[dict[str, Any]], outcomes: Sequence[Outcome], goodput:
     name, unit = ("request_rate", "requests/s") if by_rate else ("max_concurrency", "requests at once")
     places = [float(one[name] or 0) if one[name] != "inf" else math.inf for one in points]
     charts = []
-    for metric, title in _METRICS.items():
+    for metric, metric_name in _METRICS.items():
         curves = [
             Curve(label, [(x, one[key]) for x, one in zip(places, points, strict=True) if one[key]], "marked")
             for label, key in (("p50", f"median_{metric}_ms"), ("p99", f"p99_{metric}_ms"))
         ]
         if (limit := goodput.get(metric)) and all(map(math.isfinite, places)):
             curves.append(Curve("limit", [(x, limit) for x in places], "dashed"))
-        charts.append(Chart(f"{title}, ms", unit, curves, y_is_log=True))
+        charts.append(Chart(f"{metric_name}, ms", unit, curves, y_is_log=True))
     rates = {"request_throughput": "all", "request_goodput": "within the limits"}
     curves = [
         Curve(label, [(x, one[key]) for x, one in zip(places, points, strict=True) if one[key] is not None], "marked")
