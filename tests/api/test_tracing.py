@@ -89,8 +89,13 @@ def test_spans_have_vllms_names_and_the_clients_context() -> None:
         assert values(streamed.attributes)["gen_ai.usage.completion_tokens"] == 5 and not streamed.parent_span_id
 
         client.post("/v1/completions", json={**BODY, "prompt": ["a", "b"]}).raise_for_status()
-        names = {values(spans.get(timeout=HANG)[2].attributes)["gen_ai.request.id"][-2:] for _ in range(2)}
-        assert names == {"-0", "-1"}
+        batch = [values(spans.get(timeout=HANG)[2].attributes) for _ in range(2)]
+        assert {one["gen_ai.request.id"][-2:] for one in batch} == {"-0", "-1"}
+        for one in batch:  # the whole begins when the request is submitted, before its parts
+            whole, *parts = (
+                one[f"gen_ai.latency.{part}"] for part in ("e2e", "time_to_first_token", "time_in_model_decode")
+            )
+            assert whole >= sum(parts)
 
         with client.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 2000, "stream": True}) as stream:
             next(stream.iter_raw())

@@ -306,7 +306,7 @@ class Service:
             raise ApiError(503, "the server shuts down", "shutting_down", retry_after=5)
         self._check_queue(len(prompts), ("prompt", *places)[-1].partition("[")[0])
         streams: list[OutputStream] = []
-        owner = self._client.get()
+        owner, begin = self._client.get(), time.time()
         flow = f"{owner} {len(prompts).bit_length() // _BATCH_BITS}"  # a batch and single prompts take turns
         session, rank = self._placement.get()
         suffix = secrets.token_hex(4)  # clients may repeat the id of a request that has not ended
@@ -340,7 +340,7 @@ class Service:
         headers, spans = self._headers.get(), {}
         for index in range(len(streams)):
             name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
-            if (span := self._tracing.span(headers, name, params)) is not None:
+            if (span := self._tracing.span(headers, name, params, begin)) is not None:
                 spans[index] = span
         return RequestOutputs(streams, spans)
 

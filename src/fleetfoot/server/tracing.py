@@ -23,13 +23,14 @@ _FLUSH_MS = 2000
 class Tracing:
     """No tracing."""
 
-    def span(self, headers: Mapping[str, str], name: str, params: Any) -> RequestSpan | None:
+    def span(self, headers: Mapping[str, str], name: str, params: Any, begin: float) -> RequestSpan | None:
         """The span of a prompt that the engine has accepted; None: it is not traced.
 
         Args:
             headers: of the HTTP request.
             name: the prompt's id.
             params: of sampling or pooling.
+            begin: when the prompt was submitted, in seconds since the epoch: before it was tokenized.
         """
         return None
 
@@ -40,9 +41,8 @@ class Tracing:
 class RequestSpan:
     """The span of one prompt; it ends once."""
 
-    def __init__(self, tracer: Any, context: Any, attributes: dict[str, Any]) -> None:
-        self._tracer, self._context, self._attributes = tracer, context, attributes
-        self._begin = time.time()
+    def __init__(self, tracer: Any, context: Any, attributes: dict[str, Any], begin: float) -> None:
+        self._tracer, self._context, self._attributes, self._begin = tracer, context, attributes, begin
 
     def end(self, output: Any) -> None:
         """The prompt's last output has come."""
@@ -112,12 +112,12 @@ class OpenTelemetryTracing(Tracing):
         self._tracer = self._provider.get_tracer("fleetfoot")
         self._propagator, self._model = TraceContextTextMapPropagator(), model
 
-    def span(self, headers: Mapping[str, str], name: str, params: Any) -> RequestSpan:
+    def span(self, headers: Mapping[str, str], name: str, params: Any, begin: float) -> RequestSpan:
         attributes = {"gen_ai.request.id": name, "gen_ai.response.model": self._model}
         for key in ("top_p", "max_tokens", "temperature", "n"):
             if (value := getattr(params, key, None)) is not None:
                 attributes[f"gen_ai.request.{key}"] = value
-        return RequestSpan(self._tracer, self._propagator.extract(headers), attributes)
+        return RequestSpan(self._tracer, self._propagator.extract(headers), attributes, begin)
 
     def close(self) -> None:
         if not self._provider.force_flush(_FLUSH_MS):
