@@ -337,7 +337,7 @@ def run_node(config: EngineConfig) -> None:
     if config.node_rank == 0:
         raise ValueError(
             f"node_rank is 0 (with nnodes {config.nnodes}): the first node starts the engine, with `fleetfoot "
-            "generate`, `fleetfoot chat` or LLM(...); this command is for the nodes from 1 on"
+            "serve` without --headless, `fleetfoot generate` or LLM(...); this command is for the nodes from 1 on"
         )
     plan = resolve_plan(config, Machine.detect())
     plan.decision.check()
