@@ -392,7 +392,7 @@ def test_conversations_are_exported_and_imported_and_files_are_checked(tab: Page
     kept = exported["conversations"][0]
     assert (kept["title"], kept["nodes"][1]["content"], kept["leaf"]) == ("<b>T</b>", hostile, 1)
     assert tab.run("JSON.parse(localStorage.getItem('fleetfoot.conversations'))[0].title") == "<b>T</b>"
-    assert f"{len(exported['conversations'])} conversations imported" in upload(tab, json.dumps(exported))
+    assert f"{len(exported['conversations'])} conversation" in upload(tab, json.dumps(exported))
     assert tab.run("window.hacked") is None
 
 
