@@ -194,15 +194,19 @@ spec:
 {{/* Values that contradict each other, or what the chart makes of them. */}}
 {{- define "fleetfoot.checks" -}}
 {{- $values := .Values -}}
-{{- $flags := dict "host" "(the address of the pod)" "port" "port" "shutdown-timeout" "shutdownSeconds" "nnodes" "nodes" "node-rank" "nodes" "master-addr" "nodes" "headless" "nodes" "api-key" "apiKeySecret" "admin-key" "adminKeySecret" -}}
-{{- if $values.model -}}{{- $_ := set $flags "model" "model" -}}{{- end -}}
-{{- if $values.servedModelNames -}}{{- $_ := set $flags "served-model-name" "servedModelNames" -}}{{- end -}}
-{{- if $values.kvEvents.enabled -}}{{- $_ := set $flags "kv-events-config" "kvEvents" -}}{{- end -}}
+{{- $flags := dict "host" "it is the address of the pod" -}}
+{{- range list "ssl-keyfile" "ssl-certfile" "ssl-ca-certs" "uds" -}}{{- $_ := set $flags . "probes, routers and monitors ask http at the port" -}}{{- end -}}
+{{- range $flag, $value := dict "port" "port" "shutdown-timeout" "shutdownSeconds" "nnodes" "nodes" "node-rank" "nodes" "master-addr" "nodes" "headless" "nodes" "api-key" "apiKeySecret" "admin-key" "adminKeySecret" -}}
+{{- $_ := set $flags $flag (printf "use the value %s" $value) -}}
+{{- end -}}
+{{- if $values.model -}}{{- $_ := set $flags "model" "use the value model" -}}{{- end -}}
+{{- if $values.servedModelNames -}}{{- $_ := set $flags "served-model-name" "use the value servedModelNames" -}}{{- end -}}
+{{- if $values.kvEvents.enabled -}}{{- $_ := set $flags "kv-events-config" "use the value kvEvents" -}}{{- end -}}
 {{- range $values.args -}}
 {{- $flag := toString . | splitList "=" | first -}}
 {{- $name := trimPrefix "--" $flag -}}
 {{- if and (ne $name $flag) (hasKey $flags $name) -}}
-{{- fail (printf "args has %q, which the chart sets; use the value %s" (toString .) (get $flags $name)) -}}
+{{- fail (printf "args has %q, which the chart decides: %s" (toString .) (get $flags $name)) -}}
 {{- end -}}
 {{- end -}}
 
