@@ -368,6 +368,9 @@ def test_rendered_requests_generate_the_same(client: httpx.Client) -> None:
     given = {"seed": 0, "logprobs": 0, "top_k": 0, "min_p": 0.0, "skip_special_tokens": False, "ignore_eos": False}
     (request,) = client.post("/v1/completions/render", json={"prompt": "a", **given}).json()
     assert given.items() <= request["sampling_params"].items()  # none is left to the defaults of another server
+    long = {"messages": [{"role": "user", "content": "word " * 5000}]}
+    refused = [client.post(f"/v1/chat/completions{path}", json=long) for path in ("", "/render")]
+    assert refused[0].json() == refused[1].json() and refused[0].json()["error"]["param"] == "messages"
     for prompt in ([1, 2, 10**6], "word " * 5000, []):
         refused = [client.post(f"/v1/completions{path}", json={"prompt": prompt}) for path in ("", "/render")]
         assert [one.status_code for one in refused] == [400, 400] and refused[0].json() == refused[1].json()

@@ -201,7 +201,7 @@ def test_truncation(api: openai.OpenAI) -> None:
     items.append({"role": "user", "content": INPUT})
     with pytest.raises(openai.BadRequestError) as raised:
         api.responses.create(**OPTIONS, input=items)
-    assert raised.value.code == "context_length_exceeded"
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "input")
     response = api.responses.create(**OPTIONS, input=items, truncation="auto")
     num_tokens = [count(api, [items[0], *items[start:]]) for start in range(1, len(items), 2)]
     fitting = [number for number in num_tokens if number <= 2048 - 10]

@@ -54,6 +54,8 @@ class Turn:
     """A variable of chat templates."""
     cache_salt: str | None = None
     priority: int | None = None
+    place: str = "messages"
+    """The field of the body that has the conversation, for errors."""
 
 
 @dataclass(slots=True)
@@ -288,7 +290,7 @@ async def generate(service: Service, turn: Turn) -> GeneratedMessages:
     trial = service.engine.validate_grammar
     prompt = engine_prompt(prepared.token_ids, turn.cache_salt)
     try:
-        outputs = await service.submit([prompt], prepared.expected.params, turn.request_id, turn.priority)
+        outputs = await service.submit([prompt], prepared.expected.params, turn.request_id, turn.priority, [turn.place])
     except FieldError as error:
         if error.field in _OWN_FIELDS and (
             found := await service.run_native(_TOOL_COST, find_schema_error, prepared.tools, trial)

@@ -88,7 +88,7 @@ class ChatCompletions:
         answer, turn = await service.work(self._read, http, body)
         with naming_constraint(body):
             prepared = await prepare(service, turn)
-        await service.check_prompt(prepared.token_ids, prepared.expected.params, "messages")
+        await service.check_prompt(prepared.token_ids, prepared.expected.params, turn.place)
         rendered = GenerateRequest.of(body, answer.id, prepared.token_ids, prepared.expected.params)
         return await service.work(JSON, rendered)
 

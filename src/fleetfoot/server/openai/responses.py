@@ -285,6 +285,7 @@ def read_turn(body: ResponseRequest, items: list[Item], service: Service, name: 
         parallel_tool_calls=body.parallel_tool_calls is not False,
         cache_salt=body.cache_salt,
         priority=body.priority,
+        place="input",
     )
 
 
