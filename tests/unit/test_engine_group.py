@@ -484,6 +484,9 @@ async def used_by(client: EngineClient, *engines: PlayedEngine) -> set[PlayedEng
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+    for stream in streams:  # their ids are used again
+        async for _ in stream:
+            pass
     return found
 
 
