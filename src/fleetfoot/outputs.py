@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -112,7 +113,7 @@ class RequestMetrics:
 
 
 class SampledLogprobs:
-    """The logprobs of a sequence's tokens. Dictionaries are made when an output with them is read."""
+    """The logprobs of a sequence's tokens, or of a prompt's. Dictionaries are made when an output with them is read."""
 
     __slots__ = ("_decode", "_entries")
 
@@ -120,7 +121,10 @@ class SampledLogprobs:
         self._decode = decode
         self._entries: list[Any] = []  # packed until they are read, then dictionaries
 
-    def extend(self, rows: list[PackedLogprobs]) -> None:
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def extend(self, rows: Sequence[PackedLogprobs | None]) -> None:
         self._entries += rows
 
     def read(self, begin: int, end: int) -> list[dict[int, Logprob]]:
@@ -131,16 +135,38 @@ class SampledLogprobs:
                 entries[index] = logprob_dict(*RowLogprobs.unpack(packed), self._decode)
         return entries[begin:end]
 
+    def each(self, begin: int, end: int) -> Iterator[Any]:
+        """The same one after another, without keeping them."""
+        for entry in itertools.islice(self._entries, begin, end):
+            yield logprob_dict(*RowLogprobs.unpack(entry), self._decode) if isinstance(entry, bytes) else entry
+
+    def num_bytes(self, begin: int, end: int) -> int:
+        """About the bytes of those that have not been read."""
+        return (end - begin) * len(self._entries[end - 1] or b"") if end > begin else 0
+
 
 class _LogprobsWhenRead(_ComputedWhenRead):
-    """Has ``logprobs``."""
+    """Has ``logprobs``, or another field with entries of tokens."""
 
     __slots__ = ("_span",)
     _computed = "logprobs"
     _span: tuple[SampledLogprobs, int, int]
 
+    def each_logprobs(self) -> Iterator[Any] | None:
+        """The entries one after another, which are not kept: whoever reads a million once needs no room for them. None:
+        they were not requested."""
+        if (span := getattr(self, "_span", None)) is not None:
+            return span[0].each(*span[1:])
+        values = getattr(self, self._computed)
+        return None if values is None else iter(values)
+
+    def num_logprob_bytes(self) -> int:
+        """About the bytes of entries that have not been read."""
+        span = getattr(self, "_span", None)
+        return 0 if span is None else span[0].num_bytes(*span[1:])
+
     def read_later(self, sampled: SampledLogprobs, begin: int, end: int) -> None:
-        """Let ``logprobs`` be those of the tokens from ``begin`` to ``end``."""
+        """Let the field be the entries of the tokens from ``begin`` to ``end``."""
         self._span = sampled, begin, end
         delattr(self, self._computed)
 
@@ -175,8 +201,15 @@ class CompletionOutput(_LogprobsWhenRead):
         return self.finish_reason is not None
 
 
+class _PromptLogprobsWhenRead(_LogprobsWhenRead):
+    """Has ``prompt_logprobs``."""
+
+    __slots__ = ()
+    _computed = "prompt_logprobs"
+
+
 @dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(_PromptLogprobsWhenRead):
     """The output of a request, partial or final."""
 
     request_id: str

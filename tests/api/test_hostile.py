@@ -53,6 +53,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     *((field, {**PROMPT, field: ["x"] * 5000}) for field in ("stop", "bad_words")),
     ("bad_words", {**PROMPT, "prompt": ["a"] * 9, "bad_words": ["x" * 300] * 100}),
     ("bad_words", {**PROMPT, "n": 100, "bad_words": ["x" * 30] * 100}),
+    ("prompt_logprobs", {**PROMPT, "prompt": ["~" * 1100] * 50, "prompt_logprobs": 20}),
     ("tools", {**CHAT, "tools": WIDE, "tool_choice": "required"}),
     ("prompt", {**PROMPT, "prompt": [-1]}),
     ("prompt", {**PROMPT, "prompt": [BIG]}),

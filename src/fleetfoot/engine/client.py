@@ -43,13 +43,14 @@ class OutputStream:
 
     __slots__ = (
         *("_client", "_finished", "_is_held", "_items", "_kind", "_listener", "_request_id", "_waiter"),
-        *("owner", "params"),
+        *("num_prompt_tokens", "owner", "params"),
     )
 
     def __init__(self, client: EngineClient, request_id: str, kind: RequestOutputKind, owner: str = "") -> None:
         self.owner = owner
         self.params: Any = None
         """The checked parameters of the request."""
+        self.num_prompt_tokens = 0
         self._client = client
         self._request_id = request_id
         self._kind = kind
@@ -332,6 +333,7 @@ class EngineClient:
         self._open.update(numbers)
         stream = self._streams[request_id] = OutputStream(self, request_id, request.params.output_kind, owner)
         stream.params = request.pooling_params or request.params
+        stream.num_prompt_tokens = len(request.prompt_token_ids)
         self._counts[owner] += 1
         self._request_ids[first] = request_id
         self._outputs.add(request, dict.fromkeys(numbers), time.perf_counter())

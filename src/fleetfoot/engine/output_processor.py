@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.outputs import (
     CompletionOutput,
-    Logprob,
     PoolingOutput,
     PoolingRequestOutput,
     RequestMetrics,
     RequestOutput,
     SampledLogprobs,
-    logprob_dict,
 )
 from fleetfoot.records.request import FINISH_REASONS, Request, RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind
-from fleetfoot.records.step import EngineOutput, PackedLogprobs, RowLogprobs, SequenceEnd
+from fleetfoot.records.step import EngineOutput, PackedLogprobs, SequenceEnd
 from fleetfoot.tokenizer.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -73,7 +71,7 @@ class _RequestState:
     num_unfinished: int
     is_single_delta: bool
     """Whether its outputs are deltas of one sequence, without prompt logprobs."""
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    prompt_logprobs: SampledLogprobs | None
     prompt_token_ids: list[int] | None = None
     """Set with the first output, and shared by all."""
     sequences: list[_Sequence] = field(default_factory=list)
@@ -120,7 +118,9 @@ class OutputProcessor:
         """
         params, kind = request.params, request.params.output_kind
         detokenize = params.detokenize and self._tokenizer is not None
-        prompt_logprobs: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
+        prompt_logprobs = None if params.prompt_logprobs is None else SampledLogprobs(self._decode)
+        if prompt_logprobs is not None:
+            prompt_logprobs.extend([None])  # of the first token
         is_plain = request.pooling_params is None and prompt_logprobs is None
         is_delta = kind is DELTA and len(sequences) == 1 and is_plain
         state = _RequestState(request, request.prompt, kind, detokenize, now, len(sequences), is_delta, prompt_logprobs)
@@ -279,9 +279,8 @@ class OutputProcessor:
 
     def _add_prompt_logprobs(self, state: _RequestState, position: int, entries: list[PackedLogprobs]) -> None:
         """Add entries from ``position`` on. Other sequences, and preempted ones, return the same positions again."""
-        collected = state.prompt_logprobs or []
-        new = [logprob_dict(*RowLogprobs.unpack(entry), self._decode) for entry in entries[len(collected) - position :]]
-        state.prompt_logprobs = [*collected, *new]  # a new list: earlier outputs hold the old one
+        if (collected := state.prompt_logprobs) is not None:
+            collected.extend(entries[len(collected) - position :])
 
     def _finish(self, sequence: _Sequence, reason: str | None, stop_reason: int | str | None) -> None:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -348,12 +347,13 @@ class OutputProcessor:
             prompt_token_ids=state.prompt_token_ids,
             outputs=outputs,
             finished=finished,
-            prompt_logprobs=state.prompt_logprobs,
             metrics=state.metrics or (self._metrics(state) if self._has_metrics else NO_METRICS),
             num_cached_tokens=first.num_cached_tokens,
             kv_transfer_params=None if first.end is None else first.end.kv_transfer_output,
             weight_version=max([completion.weight_version for completion in outputs]),
         )
+        if state.prompt_logprobs is not None:
+            output.read_later(state.prompt_logprobs, 0, len(state.prompt_logprobs))
         if finished:
             state.sequences = []  # breaks a reference cycle, which only the garbage collector could free
         return output

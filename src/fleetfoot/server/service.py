@@ -46,6 +46,8 @@ MAX_ENTRIES = 1 << 18
 """Most entries of ``logit_bias`` or ``allowed_token_ids``, times prompts."""
 MAX_BAD_CHARS = 1 << 18
 """Most characters of all ``bad_words``, times sequences: each sequence compares its tokens with them in each step."""
+MAX_PROMPT_LOGPROBS = 1 << 20
+"""Most logprobs of all prompts of a request, those of the prompts' own tokens too."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
 """Most characters of all stop strings of a request."""
@@ -223,11 +225,13 @@ class Service:
 
         Args:
             size: about its bytes.
-            parts: the field that is a list, the entries of which are encoded one by one: an encoder keeps the
-                interpreter for the length of a call.
+            parts: the field that is a list or an iterator, the entries of which are encoded one by one: an encoder
+                keeps the interpreter for the length of a call, and of an iterator one is in memory at a time.
         """
         if size <= SMALL_BYTES:
-            return JSON(make())
+            response = make()
+            setattr(response, parts, [*getattr(response, parts)])
+            return JSON(response)
 
         def encode() -> bytes:
             response = make()
@@ -310,7 +314,7 @@ class Service:
         flow = f"{owner} {len(prompts).bit_length() // _BATCH_BITS}"  # a batch and single prompts take turns
         session, rank = self._placement.get()
         suffix = secrets.token_hex(4)  # clients may repeat the id of a request that has not ended
-        num_left, is_checked = len(prompts), False
+        num_left, num_logprobs, is_checked = len(prompts), 0, False
         self._submitting[owner] += num_left
         try:
             for index, prompt in enumerate(prompts):
@@ -323,6 +327,11 @@ class Service:
                     stream = await self.engine.submit(prompt, params, name, priority or 0, **options)
                     streams.append(stream)
                     params, is_checked = stream.params, True
+                    if (each := getattr(params, "prompt_logprobs", None)) is not None:
+                        num_logprobs += stream.num_prompt_tokens * (1 + each)
+                        if num_logprobs > MAX_PROMPT_LOGPROBS:
+                            what = f"is {each}; {MAX_PROMPT_LOGPROBS:,} logprobs of all prompts together are the most"
+                            raise FieldError("prompt_logprobs", what, each)
                     self._submitting[owner] -= 1
                     num_left -= 1
                 except FieldError as error:
@@ -486,14 +495,11 @@ def response_size(outputs: Sequence[RequestOutput]) -> int:
     """About the bytes of a response with these outputs."""
     size = 0
     for output in outputs:
-        size += _num_entries(output.prompt_logprobs) * _ENTRY_BYTES
+        num_bytes = output.num_logprob_bytes() + sum([one.num_logprob_bytes() for one in output.outputs])
+        size += num_bytes * _ENTRY_BYTES // 8  # packed, an entry has 8
         for one in output.outputs:
-            size += _CHOICE_BYTES + len(one.text) + _num_entries(one.logprobs) * _ENTRY_BYTES
+            size += _CHOICE_BYTES + len(one.text)
     return size
-
-
-def _num_entries(logprobs: Sequence[Any] | None) -> int:
-    return len(logprobs) * (1 + len(logprobs[-1] or ())) if logprobs else 0
 
 
 class RequestOutputs:

@@ -179,7 +179,7 @@ class _Answer:
         """Fields of the response, or of the first event of a stream, that are about the prompt."""
         fields: dict[str, Any] = {}
         if self.body.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = logprob_entries(output.prompt_logprobs)
+            fields["prompt_logprobs"] = logprob_entries(output)
         if self.body.return_token_ids:
             fields["prompt_token_ids"] = output.prompt_token_ids
         return fields
@@ -224,7 +224,7 @@ class _Answer:
         return self.body.include_reasoning is not False
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
-        if completion.logprobs is None:
+        if completion.each_logprobs() is None:
             return None
         as_ids = bool(self.body.return_tokens_as_token_ids)
         tokenizer = self._service.tokenizer

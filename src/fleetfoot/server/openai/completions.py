@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -116,13 +118,18 @@ class _Answer:
         self._offsets: dict[int, _TextOffset] = {}  # of choices
 
     def whole(self, outputs: list[RequestOutput]) -> Completion:
-        counter, choices = UsageCounter(), []
+        counter = UsageCounter()
         for index, output in enumerate(outputs):
             counter.add(index, output, num_hidden=self.num_hidden(output))
-            choices += [self.choice(index, output, completion, is_first=True) for completion in output.outputs]
+        choices: Any = self._choices(outputs)  # `Service.respond` reads it
         response = Completion(self.id, choices, self.model, counter.usage())
         response.kv_transfer_params = self._service.kv_transfer_params(outputs[0])
         return response
+
+    def _choices(self, outputs: list[RequestOutput]) -> Iterator[CompletionChoice]:
+        for index, output in enumerate(outputs):
+            for completion in output.outputs:
+                yield self.choice(index, output, completion, is_first=True)
 
     def num_hidden(self, output: RequestOutput) -> int:
         return sum([len(one.token_ids) for one in output.outputs]) if self._is_only_echo else 0
@@ -133,11 +140,10 @@ class _Answer:
         """``is_first``: of its sequence, so that it begins with what is echoed."""
         check_completion(completion)
         body, is_echo = self.body, bool(self.body.echo) and is_first
-        text, token_ids, entries = completion.text, completion.token_ids, completion.logprobs
+        text, token_ids, entries = completion.text, completion.token_ids, completion.each_logprobs()
         if self._is_only_echo:
-            text, token_ids, entries = "", [], entries and []
+            text, token_ids, entries = "", [], entries and iter(())
         all_ids = token_ids
-        all_entries: list[_Entry] | None = None if entries is None else [*entries]
         if is_echo:
             text = self._prompt_text(output, self._prompts[index]) + text
             all_ids = output.prompt_token_ids + token_ids
@@ -148,17 +154,17 @@ class _Answer:
                     whole.add(self._service.tokenizer.token_bytes(token_id))
                 self._offsets[index * self.params.n + completion.index] = _TextOffset(len(prompt) - whole.offset)
             if entries is not None:
-                all_entries = [*(output.prompt_logprobs or []), *entries]
+                entries = itertools.chain(output.each_logprobs() or (), entries)
         choice = CompletionChoice(
             index * self.params.n + completion.index,
             text,
             finish_reason="length" if self._is_only_echo and completion.finish_reason else completion.finish_reason,
             stop_reason=None if self._is_only_echo else completion.stop_reason,
         )
-        if all_entries is not None:
-            choice.logprobs = self._logprobs(choice.index, all_ids, all_entries)
+        if entries is not None:
+            choice.logprobs = self._logprobs(choice.index, all_ids, entries)
         if body.prompt_logprobs is not None and is_first:
-            choice.prompt_logprobs = logprob_entries(output.prompt_logprobs)
+            choice.prompt_logprobs = logprob_entries(output)
         if body.return_token_ids:
             choice.token_ids = token_ids
             choice.prompt_token_ids = output.prompt_token_ids if is_first else UNSET
@@ -170,7 +176,7 @@ class _Answer:
         text: str = self._service.tokenizer.decode(output.prompt_token_ids)
         return text
 
-    def _logprobs(self, choice: int, token_ids: list[int], entries: list[_Entry]) -> CompletionLogprobs:
+    def _logprobs(self, choice: int, token_ids: list[int], entries: Iterable[_Entry]) -> CompletionLogprobs:
         result = CompletionLogprobs([], [], [], [])
         decode, as_id = self._service.tokenizer.decode_token, bool(self.body.return_tokens_as_token_ids)
         offset = self._offsets.setdefault(choice, _TextOffset())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
 from fleetfoot.server.http import ENCODER, ApiError, openai_error
@@ -124,7 +126,7 @@ def token_logprobs(
         return TopLogprob(text, max(one.logprob, MIN_LOGPROB), list(characters))
 
     logprobs = []
-    for token_id, entry in zip(completion.token_ids, completion.logprobs or (), strict=True):
+    for token_id, entry in zip(completion.token_ids, completion.each_logprobs() or (), strict=True):
         own = top_logprob(token_id, entry[token_id])
         ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top]
         logprobs.append(TokenLogprob(own.token, own.logprob, own.bytes, [top_logprob(*item) for item in ranked]))
@@ -139,14 +141,14 @@ def finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-def logprob_entries(entries: Iterable[dict[int, Any] | None] | None) -> PromptLogprobs:
-    """Prompt logprobs as vLLM's servers return them: token id -> logprob, rank and text."""
-    if entries is None:
+def logprob_entries(output: RequestOutput) -> PromptLogprobs:
+    """Prompt logprobs as vLLM's servers return them: token id -> logprob, rank and text. In JSON already, since there
+    may be a million."""
+    if (entries := output.each_logprobs()) is None:
         return None
-    return [
-        entry
-        and {
-            token_id: PromptLogprob(finite(one.logprob), one.rank, one.decoded_token) for token_id, one in entry.items()
-        }
-        for entry in entries
-    ]
+
+    def encoded(entry: dict[int, Any]) -> Any:
+        values = {key: PromptLogprob(finite(one.logprob), one.rank, one.decoded_token) for key, one in entry.items()}
+        return msgspec.Raw(ENCODER.encode(values))
+
+    return [entry and encoded(entry) for entry in entries]

@@ -456,7 +456,7 @@ class Answer:
         )
 
     def _logprobs(self, completion: CompletionOutput) -> list[TokenLogprob]:
-        if completion.logprobs is None:
+        if completion.each_logprobs() is None:
             return []
         as_ids = bool(self._body.return_tokens_as_token_ids)
         return token_logprobs(completion, self._service.tokenizer, self._body.top_logprobs or 0, as_ids=as_ids)

@@ -201,14 +201,14 @@ class _Answer:
         counter = UsageCounter()
         counter.add(0, output)
         answer = Generated(self.name, [self.choice(one) for one in output.outputs], counter.usage())
-        answer.prompt_logprobs = logprob_entries(output.prompt_logprobs)
+        answer.prompt_logprobs = logprob_entries(output)
         answer.kv_transfer_params = self._service.kv_transfer_params(output)
         return answer
 
     def choice(self, completion: CompletionOutput) -> GeneratedChoice:
         check_completion(completion)
         logprobs = None
-        if completion.logprobs is not None:
+        if self.params.logprobs is not None:
             num_top = self.params.logprobs or 0
             logprobs = ChatLogprobs(token_logprobs(completion, self._service.tokenizer, num_top, as_ids=True))
         reasons = completion.finish_reason, completion.stop_reason
