@@ -169,7 +169,8 @@ class _Answer:
         counter, messages = UsageCounter(), generated.messages(output)
         counter.add(0, output)
         counter.num_reasoning = generated.num_reasoning_tokens()
-        response = ChatCompletion(self.id, [self._choice(one) for one in messages], self.model, counter.usage())
+        choices: Any = map(self._choice, messages)  # `Service.respond` reads it
+        response = ChatCompletion(self.id, choices, self.model, counter.usage())
         for name, value in self.prompt_fields(output).items():
             setattr(response, name, value)
         response.kv_transfer_params = self._service.kv_transfer_params(output)

@@ -200,7 +200,8 @@ class _Answer:
     def whole(self, output: RequestOutput) -> Generated:
         counter = UsageCounter()
         counter.add(0, output)
-        answer = Generated(self.name, [self.choice(one) for one in output.outputs], counter.usage())
+        choices: Any = map(self.choice, output.outputs)  # `Service.respond` reads it
+        answer = Generated(self.name, choices, counter.usage())
         answer.prompt_logprobs = logprob_entries(output)
         answer.kv_transfer_params = self._service.kv_transfer_params(output)
         return answer
