@@ -189,8 +189,9 @@ def test_tokenizers_of_which_no_place_is_known(name: str, monkeypatch: pytest.Mo
     text = "the fox " * 1000
     assert tokenizer.cut(text, 5, "left") == text
     monkeypatch.setattr(cutting, "_MOST_UNCUT", 7999)
-    with pytest.raises(ValueError, match=r"^prompt has 8,000 characters"):
-        tokenizer.cut(text, 5, "left")
+    for call in (lambda: tokenizer.cut(text, 5, "left"), lambda: tokenizer.check_parts(text)):
+        with pytest.raises(ValueError, match=r"^prompt has 8,000 characters"):
+            call()
 
 
 def test_a_text_without_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +201,10 @@ def test_a_text_without_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for side in ("left", "right"):
         with pytest.raises(ValueError, match="without a place where it can be cut"):
             tokenizer.cut("a" * 9000, 5, side)
+    monkeypatch.setattr(cutting, "_MOST_PIECE", 1000)
+    tokenizer.check_parts("the fox " * 2000)
+    with pytest.raises(ValueError, match="prompt has 9,00"):
+        tokenizer.check_parts("the fox " * 1000 + "1" * 8000 + " the fox" * 1000)
 
 
 def test_prompts_that_are_truncated() -> None:

@@ -391,17 +391,20 @@ class Service:
     async def encode(self, text: str, *, special: bool = True, keep: int | None = None) -> list[int]:
         """Token ids of a text, with or without special tokens at its ends.
 
-        ``keep``: how many are needed, the last ones; -1: as many as a prompt has. Raises ApiError for a text that is
-        too long to be tokenized as a whole.
+        ``keep``: how many are needed, the last ones; -1: as many as a prompt has. Raises ApiError, or ValueError, for a
+        text that is too long to be tokenized as a whole.
         """
         if keep is not None and len(text) >= LONG_TEXT:
             text = await self.run_native(len(text), self.engine.input_processor.cut, text, keep)
         elif len(text) > self.settings.limits.characters:
             raise over_limit("body", "the characters of the text are", len(text), "characters", self.settings.limits)
-        encode = functools.partial(self.tokenizer.encode, text, add_special_tokens=special)
-        if len(text) < LONG_TEXT:
-            return encode()
-        return await self.run_native(len(text), encode)
+
+        def encode() -> list[int]:
+            self.tokenizer.check_parts(text)
+            token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special)
+            return token_ids
+
+        return encode() if len(text) < LONG_TEXT else await self.run_native(len(text), encode)
 
     async def render_chat(self, messages: Sequence[Any], /, keep: int | None = None, **options: Any) -> list[int]:
         """Token ids of a conversation. Raises ValueError: the template or the messages are invalid.

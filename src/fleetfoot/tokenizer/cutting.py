@@ -19,6 +19,8 @@ from typing import Any
 import tokenizers
 from tokenizers.models import BPE
 
+from fleetfoot.utils.validation import FieldError
+
 _LETTER = "A-Za-zÀ-ÖØ-öø-ɏА-яЁёа-яא-ת一-龥ぁ-ゖァ-ヺ가-힣"
 """Letters in every version of Unicode, which compose with nothing that follows here."""
 _MARKS = "。，、！？；：」）"  # noqa: RUF001
@@ -87,6 +89,14 @@ class TextCutter:
             yield self._part(text, begin, end)
             begin = end
 
+    def check(self, text: str) -> None:
+        """Raise ValueError for a text with a part that is too long to be tokenized at once."""
+        begin = 0
+        while begin < len(text):
+            end = self._place(text, begin + _MOST_PIECE)
+            _check_part(end - begin)
+            begin = end
+
     def _place(self, text: str, low: int) -> int:
         """The first place from ``low`` on, or the end of the text. A search keeps the interpreter, so each is short."""
         while low < len(text):
@@ -121,9 +131,10 @@ def _piece_size(most: int) -> int:
 
 def _check_part(size: int) -> None:
     if size > _MOST_UNCUT:
-        raise ValueError(
-            f"prompt has {size:,} characters without a place where it can be cut; with truncate_prompt_tokens it can "
-            f"have {_MOST_UNCUT:,} of them: shorten it before it is sent"
+        raise FieldError(
+            "prompt",
+            f"has {size:,} characters without a place where it can be cut; {_MOST_UNCUT:,} are the most: shorten it "
+            "before it is sent",
         )
 
 

@@ -179,6 +179,11 @@ class Tokenizer:
             return text
         return cutter.last(text, most) if side == "left" else cutter.first(text, most)
 
+    def check_parts(self, text: str) -> None:
+        """Raise ValueError for a text with a part that cannot be cut and keeps the interpreter for long."""
+        if len(text) >= _LONG:
+            (check_uncut if self._cutter is None else self._cutter.check)(text)
+
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """The id of a token as it stands in the vocabulary ("Ġhello"), or a list; unknown: UNK's id or None."""
         if not isinstance(tokens, str):
