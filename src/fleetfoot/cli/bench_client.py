@@ -38,7 +38,9 @@ _TOKENS = re.compile(rb'"completion_tokens": ?[1-9]')
 _USAGE = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)": ?(\d+)')
 _TAIL = 16
 """Parts of the end of a stream that are kept: usage is in the last event but one."""
-_EVENT, _NO_CHOICES = b"data: ", b'"choices":[]'
+_EVENT = re.compile(rb"data: ?[\[{]")
+_EVENT_BYTES = 7  # at most
+_NO_CHOICES = re.compile(rb'"choices": ?\[\]')
 
 
 class Turn(msgspec.Struct, array_like=True):
@@ -130,6 +132,7 @@ class _Connection(asyncio.Protocol):
         self._sample, self._keeps, self._parts = sample, keeps_text, list[bytes]()
         self._arrivals = array("f")
         self._tail = deque[bytes]((b"",), maxlen=_TAIL)
+        self._ends_by_closing = False
         self._done = asyncio.get_running_loop().create_future()
         sample.sent = time.monotonic() - self._client.begin
         self._transport.write(head + b"%d\r\n\r\n" % len(body) + body)
@@ -142,6 +145,13 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._fail(f"the response is no HTTP: {error}")
 
+    def on_message_begin(self) -> None:
+        self._ends_by_closing = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._ends_by_closing = False
+
     def on_body(self, data: bytes) -> None:
         before = self._tail[-1]
         self._tail.append(data)
@@ -149,12 +159,13 @@ class _Connection(asyncio.Protocol):
             self._parts.append(data)
         sample = self._sample
         if sample.first:
-            number = (before[-5:] + data).count(_EVENT)  # an event may begin at the end of the part before
+            tail = before[1 - _EVENT_BYTES :]  # an event may begin at the end of the part before
+            number = sum(found.end() > len(tail) for found in _EVENT.finditer(tail + data))
         else:
             joined = before[-200:] + data
             if (found := _FIRST_TEXT.search(joined)) is None:
                 return
-            sample.first, number = self._now, 1 + joined.count(_EVENT, found.end())
+            sample.first, number = self._now, 1 + len(_EVENT.findall(joined, found.end()))
         if number:
             sample.num_events += number
             self._client.num_events += number
@@ -172,9 +183,12 @@ class _Connection(asyncio.Protocol):
             sample.first = self._now  # no event has said more
         elif not sample.first:
             sample.error = "the response has no token"
-        self._end(self._parser.should_keep_alive())
+        self._end(not self._ends_by_closing and self._parser.should_keep_alive())
 
     def connection_lost(self, error: Exception | None) -> None:
+        if error is None and self._done is not None and not self._done.done() and self._ends_by_closing:
+            self._now = time.monotonic() - self._client.begin
+            self.on_message_complete()  # of a response without a length
         self._fail(f"the connection has ended: {error or 'closed by the server'}")
 
     def _fail(self, reason: str) -> None:
@@ -188,7 +202,8 @@ class _Connection(asyncio.Protocol):
         sample = self._sample
         sample.end = self._now
         kept = self._kept()
-        without = min(kept.count(_NO_CHOICES) + kept.count(b"[DONE]"), sample.num_events)  # events without a token
+        others = len(_NO_CHOICES.findall(kept)) + kept.count(b"[DONE]")  # events without a token
+        without = min(others, sample.num_events)
         sample.num_events -= without
         del self._arrivals[sample.num_events :]
         sample.num_output_tokens = sample.num_events
@@ -211,8 +226,8 @@ class _Connection(asyncio.Protocol):
         """What the events say, of a stream of chat or of completions."""
         words = []
         for line in b"".join(self._parts).split(b"\n"):
-            if line.startswith(_EVENT) and b"[DONE]" not in line:
-                choices = msgspec.json.decode(line[len(_EVENT) :]).get("choices", ())
+            if line.startswith(b"data:") and b"[DONE]" not in line:
+                choices = msgspec.json.decode(line[len(b"data:") :]).get("choices", ())
                 words += [one.get("text") or (one.get("delta") or {}).get("content") or "" for one in choices]
         return "".join(words)
 

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -60,6 +61,15 @@ _METRICS = {
 _PERCENTILES = (50, 90, 95, 99)
 _BLOCK = 512
 """Tokens of a prompt that one of a trace's ``hash_ids`` stands for."""
+_SEEDS = 1_000_003
+"""Between the seeds of two loads."""
+_OWN_FIELDS = {
+    "max_tokens": "--output-len",
+    "stream": "the benchmark",
+    "prompt": "the benchmark",
+    "messages": "the benchmark",
+}
+"""Fields that each request has, and what they come from."""
 _WORDS = """
 the of and to in is it you that he was for on are with as his they be at one have this from or had by hot word but what
 some we can out other were all there when up use your how said an each she which do their time if will way
@@ -108,15 +118,24 @@ def make_conversations(shape: Shape, fields: dict[str, Any], count: int) -> list
 def read_trace(file: str, shape: Shape, fields: dict[str, Any], speed: float) -> list[Conversation]:
     """The requests of a trace in the format of Mooncake: on each line ``timestamp`` (ms), ``input_length``,
     ``output_length``, and ``hash_ids``, of which each stands for 512 tokens that are the same wherever it is; or in
-    place of the lengths ``prompt`` or ``messages``. ``speed``: above 1, requests come faster. Raises UsageError."""
+    place of the lengths ``prompt`` or ``messages``. The first request comes at once. ``speed``: above 1, requests come
+    faster. Raises UsageError."""
     conversations = []
     for number, (where, entry) in enumerate(command.read_json_lines("--trace", file)):
         given = {name: entry[name] for name in ("prompt", "messages") if name in entry}
         try:
+            for name in ("timestamp", "input_length", "output_length"):
+                if name in entry and (not _is_finite(entry[name]) or entry[name] < (name != "timestamp")):
+                    least = "" if name == "timestamp" else ", at least 1"
+                    raise ValueError(f"{name} is {entry[name]!r}; it must be a number{least}")
+            if ("messages" in given) != shape.is_chat and given:
+                raise ValueError(
+                    f"it has {next(iter(given))}; --endpoint chat takes messages, and completions a prompt"
+                )
+            if not given and "input_length" not in entry:
+                raise ValueError("it has no input_length, prompt or messages")
             output_len = int(entry.get("output_length", shape.output_len.low))
             due = float(entry.get("timestamp", 0.0)) / 1e3 / speed
-            if min(output_len, int(entry.get("input_length", 1))) < 1:
-                raise ValueError("input_length and output_length must be at least 1")
             if given:
                 body = msgspec.json.encode(fields | given | {"max_tokens": output_len})
             else:
@@ -128,7 +147,13 @@ def read_trace(file: str, shape: Shape, fields: dict[str, Any], speed: float) ->
         except (KeyError, TypeError, ValueError) as error:
             raise command.UsageError(f"{where} is no request of a trace: {error}") from error
         conversations.append(Conversation(number, [Turn(body, output_len)], due))
-    return sorted(conversations, key=lambda one: one.due_s or 0.0)
+    first = min((one.due_s or 0.0 for one in conversations), default=0.0)
+    moved = [msgspec.structs.replace(one, due_s=(one.due_s or 0.0) - first) for one in conversations]
+    return sorted(moved, key=lambda one: one.due_s or 0.0)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def with_arrivals(
@@ -562,7 +587,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "most requests at once; several with commas: one load each (default: no limit)"
     add("--max-concurrency", type=_counts, default=(0,), metavar="N[,N]", help=text)
     command.add_number(add, "--num-prompts", None, "conversations of each load (default: 100, or all of a trace)")
-    add("--duration", type=command.finite, metavar="S", help="as many as arrive in these seconds, not --num-prompts")
+    text = "as many as the rate has in these seconds on average, not --num-prompts"
+    add("--duration", type=command.finite, metavar="S", help=text)
     command.add_number(add, "--num-warmup", 2, "conversations before, which do not count", least=0)
     command.add_number(add, "--client-processes", None, "that send requests (default: one for each 4 cores, up to 4)")
     group = parser.add_argument_group("requests")
@@ -643,16 +669,17 @@ def _run_loads(
     offline: dict[str, float] | None,
 ) -> tuple[list[dict[str, Any]], list[Outcome]]:
     goodput, points, outcomes = dict(arguments.goodput), [], []
+    loads = [(rate, most) for rate in arguments.request_rate for most in arguments.max_concurrency]
     if arguments.num_warmup:
-        warm_up = make_conversations(replace(shape, seed=shape.seed + 1_000_003), fields, arguments.num_warmup)
+        others = replace(shape, seed=shape.seed + len(loads) * _SEEDS)
+        warm_up = make_conversations(others, fields, arguments.num_warmup)
         outcome = run_processes(target, warm_up, 1, lambda progress: None)
         if all(one.error for one in outcome.samples):
             raise command.UsageError(f"{target.base_url} answers no request: {outcome.samples[0].error}")
     with LiveTable(is_shown=sys.stderr.isatty(), goodput=goodput) as table:
-        for rate, concurrency in [
-            (rate, most) for rate in arguments.request_rate for most in arguments.max_concurrency
-        ]:
-            conversations = _conversations(arguments, shape, fields, rate)
+        for number, (rate, concurrency) in enumerate(loads):
+            own = replace(shape, seed=shape.seed + number * _SEEDS)  # no load finds prompts of another one in a cache
+            conversations = _conversations(arguments, own, fields, rate)
             name = "trace" if arguments.trace else f"{rate:g}/s"
             name += f", {concurrency} at once" if concurrency else ""
             table.begin(name, sum(len(one.turns) for one in conversations))
@@ -693,7 +720,7 @@ def _conversations(
     count = arguments.num_prompts or 100
     if arguments.duration is not None:
         count = max(1, round(rate * arguments.duration))
-    return with_arrivals(make_conversations(shape, fields, count), rate, arguments.seed, arguments.burstiness)
+    return with_arrivals(make_conversations(shape, fields, count), rate, shape.seed, arguments.burstiness)
 
 
 def _compared(
@@ -783,6 +810,14 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.base_url is not None and not re.match(r"https?://[^/]", arguments.base_url):
         raise command.UsageError(f"--base-url is {arguments.base_url!r}; it must begin with http:// or https://")
+    if arguments.base_url is not None:
+        _check_url(arguments.base_url)
+    if arguments.trace is None and arguments.trace_speed != 1:
+        raise command.UsageError(f"--trace-speed is {arguments.trace_speed:g}, and there is no --trace")
+    if arguments.num_prefixes > 1 and not arguments.prefix_len:
+        raise command.UsageError(f"--num-prefixes is {arguments.num_prefixes}, and there is no --prefix-len")
+    if own := sorted(arguments.extra_body.keys() & _OWN_FIELDS.keys()):
+        raise command.UsageError(f"--extra-body has {own[0]}, which {_OWN_FIELDS[own[0]]} gives; leave it out")
     engine = sorted(given_settings(arguments).keys() - {"model"})
     if arguments.base_url is not None and engine:
         raise command.UsageError(
@@ -799,6 +834,19 @@ def _check(arguments: argparse.Namespace) -> None:
         raise command.UsageError(f"--prefix-len {arguments.prefix_len} is more than --input-len {arguments.input_len}")
     if arguments.trace is not None and arguments.request_rate != (math.inf,):
         raise command.UsageError("--trace has the times of its requests; leave out --request-rate")
+
+
+def _check_url(url: str) -> None:
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise command.UsageError(f"--base-url is {url!r}; its port must be 1 to 65535") from error
+    if port == 0 or not parts.hostname:
+        raise command.UsageError(f"--base-url is {url!r}; it must have a host, and a port of 1 to 65535")
+    if parts.username is not None or parts.query or parts.fragment:
+        text = "it can be a host, a port and a path; give a key with --target-key, other headers with --header"
+        raise command.UsageError(f"--base-url is {url!r}; {text}")
 
 
 def _headers(arguments: argparse.Namespace) -> dict[str, str]:
