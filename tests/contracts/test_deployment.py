@@ -210,6 +210,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("servedModelNames", {"servedModelNames": ["a", "a"]}),
     ("model", {"model": "--port=9"}),
     ("value port", {"args": ["--port=9"]}),
+    ("value adminKeySecret", {"args": ["--admin_key", "9"]}),
     ("value port", {"args": ["--max-model-len", "9", "--port", 9]}),
     ("value apiKeySecret", {"args": ["--api-key=secret"]}),
     ("value nodes", {"args": ["--headless"]}),

@@ -204,8 +204,8 @@ spec:
 {{- if $values.kvEvents.enabled -}}{{- $_ := set $flags "kv-events-config" "use the value kvEvents" -}}{{- end -}}
 {{- range $values.args -}}
 {{- $flag := toString . | splitList "=" | first -}}
-{{- $name := trimPrefix "--" $flag -}}
-{{- if and (ne $name $flag) (hasKey $flags $name) -}}
+{{- $name := trimPrefix "--" $flag | replace "_" "-" -}}
+{{- if and (hasPrefix "--" $flag) (hasKey $flags $name) -}}
 {{- fail (printf "args has %q, which the chart decides: %s" (toString .) (get $flags $name)) -}}
 {{- end -}}
 {{- end -}}
