@@ -146,6 +146,7 @@ def test_weights_and_settings(engine: RunningServer, admin: httpx.Client, text: 
         ("/finish_weight_update", None, 400, None),
         ("/start_profile", None, 400, None),
         ("/collective_rpc", {"method": "nonsense"}, 400, "method"),
+        ("/collective_rpc", {"method": "shutdown"}, 400, "method"),
         ("/resume", [], 400, None),
     ],
 )

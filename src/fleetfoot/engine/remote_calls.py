@@ -55,8 +55,9 @@ class RemoteCalls:
             return lambda engine: bring_to(engine, wanted), "drain"
         if call.method == "collective_rpc":
             name = call.keywords["method"] if "method" in call.keywords else call.arguments[0]
-            if not isinstance(name, str) or name.startswith("_"):
-                raise FieldError("method", f"is {name!r}; it must be the name of a method of the worker", name)
+            if not isinstance(name, str) or name.startswith("_") or name == "shutdown":
+                problem = f"is {name!r}; it must be the name of a method of the worker that does not end it"
+                raise FieldError("method", problem, name)
         function, mode = prepared(self._engine.suspension, call.method, call.arguments, call.keywords)
         return function, mode
 
