@@ -224,11 +224,18 @@ def _add_listed_tokens(
     planes = listed.planes.numpy()[row]
     token_ids, ends = planes[TOKENS], planes[PREFIX_ENDS]
     logits[token_ids[:first_word]] += planes[BIASES].view(np.float32)[:first_word]
-    banned = []
-    for entry in range(first_word, first_stop):
-        prefix = planes[PREFIX_TOKENS][ends[entry - 1] if entry else 0 : ends[entry]]
-        if num_output >= len(prefix) and (history.tokens(row, length - len(prefix), length) == prefix).all():
-            banned.append(token_ids[entry])
+    stops = ends[first_word:first_stop]
+    begins = np.concatenate(([ends[first_word - 1] if first_word else 0], stops[:-1]))[: len(stops)]
+    lengths = stops - begins
+    words = token_ids[first_word:first_stop]
+    banned = words[lengths == 0].tolist()
+    others = np.flatnonzero((lengths > 0) & (lengths <= num_output))
+    if len(others):
+        prefixes, most = planes[PREFIX_TOKENS], int(lengths[others].max())
+        newest = history.tokens(row, length - most, length)
+        for word in others[prefixes[stops[others] - 1] == newest[-1]]:
+            if (newest[most - lengths[word] :] == prefixes[begins[word] : stops[word]]).all():
+                banned.append(words[word])
     if num_output < int(listed.min_tokens.numpy()[row]):
         banned += token_ids[first_stop:end].tolist()
     logits[np.array(banned, dtype=np.int64)] -= np.inf
