@@ -31,6 +31,7 @@ from fleetfoot.structured.mask_space import MaskMemory, clear_bits
 from fleetfoot.structured.masks import TokenMasker, num_mask_processes
 from fleetfoot.structured.state import GrammarState
 from fleetfoot.structured.trial import GrammarTrial
+from fleetfoot.structured.vocabulary import VocabularySource
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 VOCAB = 2048
@@ -359,6 +360,17 @@ def test_equal_constraints_are_compiled_once_and_few_are_kept(
     last = [grammars.compile(params) for params in others][-1]
     assert grammars.compile(others[-1]) is last
     assert grammars.compile(first) is not found[0]  # was dropped
+    monkeypatch.setattr(compiler, "_MAX_CACHED", 100)
+    monkeypatch.setattr(compiler, "_MAX_CACHED_CHARS", 3000)
+    long = [StructuredOutputsParams(choice=[letter * 1000]) for letter in "abcd"]
+    kept = [grammars.compile(params) for params in long]
+    assert grammars.compile(long[-1]) is kept[-1] and grammars.compile(long[0]) is not kept[0]  # by their length
+
+
+def test_a_long_text_costs_a_mask_no_more_than_a_short_one(tokenizer: Tokenizer) -> None:
+    """The text that is left is not encoded anew for each token."""
+    found = VocabularySource(tokenizer.backend.to_str(), VOCAB, [EOS]).read()
+    assert len(found.tokenize_str("word " * 100_000)) < 1000
 
 
 def test_the_limit_is_not_for_reading_the_vocabulary_and_for_the_queue(tokenizer: Tokenizer) -> None:

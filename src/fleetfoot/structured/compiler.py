@@ -26,6 +26,8 @@ TIMEOUT_S = 10.0
 """Seconds of a core in which a grammar must be compiled."""
 _PATIENCE_S = 900.0  # how long a request waits by the clock: for the vocabulary, for grammars before, on a busy machine
 _MAX_CACHED = 256
+_MAX_CACHED_CHARS = 1 << 20
+"""Most characters of the constraints whose grammars are cached; each takes up to 400 bytes."""
 _NUM_THREADS = 4
 
 
@@ -68,6 +70,7 @@ class GrammarCompiler:
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()
+        self._num_chars = 0  # of its keys
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """The grammar of a constraint. Waits for the thread that compiles it.
@@ -94,8 +97,10 @@ class GrammarCompiler:
             future = self._cache.get(key)
             if future is None:
                 future = self._cache[key] = self._threads.submit(self._compile, params)
-                if len(self._cache) > _MAX_CACHED:
-                    self._cache.popitem(last=False)
+                self._num_chars += len(key)
+                while len(self._cache) > _MAX_CACHED or (self._num_chars > _MAX_CACHED_CHARS and len(self._cache) > 1):
+                    oldest, _ = self._cache.popitem(last=False)
+                    self._num_chars -= len(oldest)
             self._cache.move_to_end(key)
         return future
 

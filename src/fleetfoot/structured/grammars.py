@@ -201,6 +201,8 @@ def _prepared(
 
 def _reworded(error: str) -> str:
     """An error of the compiler in one line."""
+    if error.startswith("panic"):  # with a backtrace of the library
+        return "it is too large; make it smaller"
     for found, words in _REWORDED:
         error = error.replace(found, words)
     text = " ".join(error.split())

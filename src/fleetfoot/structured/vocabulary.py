@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     import tokenizers
 
 
+_MOST_ENCODED = 512
+"""Characters of a text without a choice that are encoded: each mask asks for all of the rest anew, and needs its first
+token."""
+
+
 @dataclass(frozen=True, slots=True)
 class VocabularySource:
     """What a process makes an `llguidance.LLTokenizer` of."""
@@ -95,6 +100,7 @@ def _encoder(
             part.add_prefix_space = False
 
     def encode(text: str) -> list[int]:
+        text = text[:_MOST_ENCODED]
         found: list[int] = backend.encode(text, add_special_tokens=False).ids
         is_same = b"".join(content.get(token_id, b"\xff") for token_id in found) == text.encode()
         return found if is_same else greedy()(text)  # a normalizer has changed it, or it has an end token
