@@ -22,6 +22,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -339,7 +340,9 @@ def _times(good: Sequence[Sample]) -> dict[str, list[float]]:
 
 
 def _tpot(sample: Sample) -> float:
-    return (sample.end - sample.first) / (sample.num_output_tokens - 1)
+    """Up to the last token: a server may end the response later."""
+    *_, last = (sample.end - sample.first, *array("f", sample.arrivals))
+    return last / (sample.num_output_tokens - 1)
 
 
 def _is_good(sample: Sample, limits: dict[str, float]) -> bool:

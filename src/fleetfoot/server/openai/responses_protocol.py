@@ -131,7 +131,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    max_tool_calls: int | None = None
+    max_tool_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """No effect: it limits built-in tools, and there are none."""
 
     conversation: Any = None
