@@ -29,7 +29,7 @@ def count_lines(root: Path) -> dict[str, Counter[str]]:
         if name.suffix in SUFFIXES and (root / name).is_file():
             first, *rest = name.relative_to(SOURCE).parts
             room = "__init__" if first.startswith("_") else first.removesuffix(".py")
-            rooms.setdefault(room, Counter())["/".join(rest)] = (root / name).read_bytes().count(b"\n")
+            rooms.setdefault(room, Counter())["/".join(rest)] += (root / name).read_bytes().count(b"\n")
     return rooms
 
 

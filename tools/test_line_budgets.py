@@ -30,26 +30,30 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_budgets(root: Path, **lines: int) -> None:
-    (root / BUDGETS).write_text(
-        "[rooms]\n" + "".join(f"{room} = {{ lines = {most} }}\n" for room, most in lines.items())
-    )
+def write_budgets(root: Path, *, core: int = 5, **lines: int) -> None:
+    others = {"engine": 'also = { 3 = ["deep/"] }'}
+    rooms = (f"{room} = {{ lines = {most}, ring = 1, {others.get(room, '')} }}\n" for room, most in lines.items())
+    text = f"[rings]\n1 = {core}\n3 = 2\n[rooms]\n{''.join(rooms)}".replace(",  }", " }")
+    (root / BUDGETS).write_text(text)
 
 
 def test_lines_of_rooms(root: Path) -> None:
-    assert count_lines(root) == {"engine": 4, "llm": 3, "__init__": 2, "native": 1}
+    lines = {room: sum(parts.values()) for room, parts in count_lines(root).items()}
+    assert lines == {"engine": 4, "llm": 3, "__init__": 2, "native": 1}
 
 
 def test_budgets_that_hold(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_budgets(root, engine=4, llm=10, __init__=2, native=1)
+    write_budgets(root, core=8, engine=4, llm=10, __init__=2, native=1)
     assert main(root) == 0
-    assert capsys.readouterr().out == "10 lines of source, in 4 rooms within their budgets\n"
+    said = "10 lines of source in 4 rooms, 8 in ring 1, 2 in ring 3: within budgets\n"
+    assert capsys.readouterr().out == said
 
 
 def test_each_problem_is_reported_with_its_room(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_budgets(root, engine=3, llm=3, native=1, attic=50)
     assert main(root) == 1
-    first, second, third = capsys.readouterr().out.splitlines()
+    first, second, third, last = capsys.readouterr().out.splitlines()
     assert first.startswith("__init__ has 2 lines and no budget")
     assert second.startswith("attic has a budget and no lines")
     assert third.startswith("engine has 4 lines, and 3 are its budget")
+    assert last.startswith("ring 1 has 6 lines, and 5 are its budget")

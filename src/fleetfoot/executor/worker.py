@@ -124,7 +124,6 @@ class Worker:
                 ahead=ahead,
                 **common,
             )
-        self.model_runner = self.runner  # vLLM's name, which functions of `collective_rpc` use
         self.runner_name = self.runner.name
         self.execute_model, self.sample_tokens = self.runner.execute_model, self.runner.sample_tokens
         if plan.device == "cpu":
@@ -193,6 +192,11 @@ class Worker:
         if self.device.type == "cpu":
             release_code()
         trim_heap()
+
+    @property
+    def model_runner(self) -> ModelRunner:
+        """vLLM's name of ``runner``, which functions of `collective_rpc` use."""
+        return self.runner
 
     def collective_rpc(
         self, method: str | Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
