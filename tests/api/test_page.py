@@ -268,6 +268,7 @@ def test_an_answer_is_stopped_with_escape(tab: Page) -> None:
     tab.until("document.getElementById('models').options.length")
     tab.press("k", modifiers=2)
     tab.run("document.getElementById('max_tokens').value = 1900; document.getElementById('logprobs').checked = true")
+    tab.run("""document.getElementById('schema').value = '{"type": "string", "minLength": 9000}'""")
     say(tab, "Go on for long")
     tab.until("document.querySelectorAll('.tokens span').length > 3")
     tab.press("Escape")
@@ -276,6 +277,7 @@ def test_an_answer_is_stopped_with_escape(tab: Page) -> None:
     shown = tab.run("document.querySelectorAll('.tokens span[class^=p][title]').length")
     assert 3 < shown < 1900
     tab.run("document.getElementById('logprobs').checked = false; document.getElementById('max_tokens').value = ''")
+    tab.run("document.getElementById('schema').value = ''")
 
 
 @needs_browser
