@@ -416,6 +416,3 @@ def update_settings(
     processor.max_logprobs = flat.get("max_logprobs", processor.max_logprobs)
     if "override_generation_config" in flat:
         processor.sampling_defaults = defaults
-
-
-# --- faces ------------------------------------------------------------------------------------------------------------
