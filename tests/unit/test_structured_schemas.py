@@ -233,6 +233,16 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         [str(2**53 + 2)],
         [str(2**53), str(2**53 + 4)],
     ),
+    "all floats": (
+        {"type": "number", "minimum": 1e-308, "exclusiveMaximum": 1.7e308},
+        ["0.5", "1", str(10**17), "0." + "0" * 79 + "1"],
+        ["0", "-1", "-0.5"],
+    ),
+    "all floats below 0": ({"type": "number", "exclusiveMaximum": -5e-324}, ["-0.5", "-1"], ["0", "0.5"]),
+    "exclusive beyond 2^53": ({**INT, "exclusiveMaximum": -1e17}, [str(-2 * 10**17)], [str(-(10**17)), "0"]),
+    "above 0": ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.1"], ["0", "0.0", "-0", "0.6"]),
+    "below 0": ({"allOf": [{"exclusiveMaximum": 0}, {"minimum": -0.5}]}, ["-0.1"], ["0", "-0", "-0.6"]),
+    "between 5 and 6": ({"type": "number", "exclusiveMinimum": 5, "exclusiveMaximum": 6}, ["5.25"], ["5", "5.0", "6"]),
     "exact constants": ({"enum": [2**53, -(2**60), 0.1]}, [str(2**53), str(-(2**60)), "0.1"], [str(2**53 + 1), "0.2"]),
     "dates": (
         {**TEXT, "format": "date"},

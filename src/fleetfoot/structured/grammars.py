@@ -10,7 +10,7 @@ from typing import Any
 
 from fleetfoot.parsers.grammar import Rules, quoted
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.schemas import plain_regex, simplified
+from fleetfoot.structured.schemas import advice, plain_regex, simplified
 from fleetfoot.utils.json_schema import find, pointer, subschemas
 from fleetfoot.utils.validation import FieldError
 
@@ -184,8 +184,9 @@ def _schema_grammar(schema: Any, params: StructuredOutputsParams, find_error: Fi
         grammar, error = compile_schema(schema, has_plain_names=has_plain_names)
         if not error:
             return grammar
-    path = _locate(schema, error, lambda part: compile_schema(part)[1])
-    raise refused("json", f"cannot be compiled: {_reworded(error)} (at {path})", path, "invalid_schema")
+    path, part = _locate(schema, error, lambda part: compile_schema(part)[1])
+    reason = "; ".join(filter(None, (_reworded(error), advice(part, schema))))
+    raise refused("json", f"cannot be compiled: {reason} (at {path})", path, "invalid_schema")
 
 
 def _prepared(
@@ -209,8 +210,11 @@ def _reworded(error: str) -> str:
     return text.removesuffix(".") if len(text) < _MAX_ERROR else f"{text[:_MAX_ERROR]}..."
 
 
-def _locate(schema: Mapping[str, Any], error: str, find_error: Callable[[Mapping[str, Any]], str]) -> str:
-    """The place of the innermost part of a schema that has its error, as a JSON pointer; references are followed."""
+def _locate(
+    schema: Mapping[str, Any], error: str, find_error: Callable[[Mapping[str, Any]], str]
+) -> tuple[str, Mapping[str, Any]]:
+    """The place of the innermost part of a schema that has its error, as a JSON pointer, and that part; references are
+    followed."""
     shared = {name: schema[name] for name in ("$defs", "definitions", "$schema") if name in schema}
     place, part, seen = "#", schema, {"#"}
     while True:
@@ -222,7 +226,7 @@ def _locate(schema: Mapping[str, Any], error: str, find_error: Callable[[Mapping
                 seen.add(where)
                 break
         else:
-            return place
+            return place, part
 
 
 # --- structural tags --------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """JSON schemas with only those keywords that llguidance supports.
 
 `simplified` returns an equivalent schema; in these places it allows less: formats of international texts are those of
-ASCII, no time has a leap second, bounds of numbers are at most 10^18 in size, the items of a set are in the order of
-its values and as many as make 4,096 lists, the first item that ``contains`` demands is among the first ones, and where
-``not``, ``if`` or ``oneOf`` exclude integers, other numbers are left out, too. Keywords without an equivalent are left
-in place, which makes them errors of the compiler.
+ASCII, no time has a leap second, bounds of numbers are at most 10^18 in size and have at most 80 decimals, the items of
+a set are in the order of its values and as many as make 4,096 lists, the first item that ``contains`` demands is among
+the first ones, and where ``not``, ``if`` or ``oneOf`` exclude integers, other numbers are left out, too. Keywords
+without an equivalent are left in place, which makes them errors of the compiler.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from itertools import accumulate, combinations
+from decimal import ROUND_FLOOR, Decimal
+from itertools import accumulate, combinations, product
 from typing import Any
 
 from fleetfoot.structured.exclusion import MAX_COMPARED, MAX_TEXT, are_disjoint, negated, other_texts
@@ -87,7 +88,9 @@ _ESCAPE_OR_CLASS = re.compile(r"\\(.)|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]", 
 _PART_OF_CLASS = re.compile(r"\\([<>])|\\.|\[:\^?\w+:\]|(\[|&&|--|~~)", re.DOTALL)
 
 _MAX_NUMBER = 10**18
+_MAX_DECIMALS = 80  # of a bound: each is a group within a group of a regular expression
 _MAX_CONSTANT = 2**63
+_MAX_EXACT = 2**53
 _MAX_OPTIONAL = 1000
 _MAX_SET = 1024  # lists that counts of properties become
 _MAX_LISTS = 1 << 12  # lists that ``uniqueItems`` becomes
@@ -154,13 +157,23 @@ def _with_plain_names(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bound(number: float) -> float:
-    """An upper bound that the compiler can compare: at most as large, and exact as a float."""
+    """An upper bound that the compiler can compare: at most as large, exact as a float, with few decimals."""
     if number > _MAX_NUMBER:
         return _MAX_NUMBER
+    if 0 < abs(number) < 10.0 ** (17 - _MAX_DECIMALS):  # others have fewer, as their 17 digits are known
+        return float(Decimal(repr(number)).quantize(Decimal(1).scaleb(-_MAX_DECIMALS), ROUND_FLOOR))
     near = float(number) if number > -_MAX_NUMBER else number
     if not isinstance(number, int) or near == number:
         return number
     return int(near if near < number else math.nextafter(near, -math.inf))
+
+
+def _below(number: float, *, is_integer: bool) -> float:
+    """An exclusive bound: the compiler takes 0 as above 0 where the other bound is 0.5, and integers beyond 2^53."""
+    if number != int(number) or (is_integer and abs(number) < _MAX_EXACT):
+        return number
+    below = math.nextafter(number, -math.inf) if number else -(10.0**-_MAX_DECIMALS)
+    return below if abs(number) < _MAX_EXACT else int(below)
 
 
 def _inexact(value: Any) -> int | float | None:
@@ -212,7 +225,7 @@ class _Schema:
         self.parts["allOf"] = [*(others if isinstance(others, list) else [others]), part]
 
     def _count(self, keyword: str, default: int) -> int:
-        return count if isinstance(count := self.parts.get(keyword), int) else default
+        return _count(self.parts, keyword, default)
 
     def _unevaluated(self) -> None:
         """Without other schemas of the same value, or with those that name their properties, what is not evaluated is
@@ -235,10 +248,20 @@ class _Schema:
         for keyword in _COUNTS:
             if isinstance(count := parts.get(keyword), float) and count.is_integer():
                 parts[keyword] = int(count)
-        for keyword, sign in _BOUNDS.items():
-            bound = parts.get(keyword)
-            if isinstance(bound, int | float) and not isinstance(bound, bool):
-                parts[keyword] = _bound(bound * sign) * sign
+        bounds: dict[str, float] = {name: parts[name] for name in _BOUNDS if type(parts.get(name)) in (int, float)}
+        for keyword, bound in bounds.items():
+            sign = _BOUNDS[keyword]
+            if bound * sign <= -_MAX_NUMBER:
+                raise ValueError(f"{keyword} is {bound}; it must allow numbers below 10^18 in size")
+            limit = _bound(bound * sign)
+            if keyword.startswith("exclusive"):
+                limit = _below(limit, is_integer=parts.get("type") == "integer")
+            parts[keyword] = limit * sign
+        for least, most in product(bounds, bounds):
+            is_pair = _BOUNDS[least] < _BOUNDS[most] and bounds[least] <= bounds[most]
+            if is_pair and parts[least] > parts[most]:
+                known = f"{least} is {bounds[least]} and {most} is {bounds[most]}"
+                raise ValueError(f"{known}; no number below 10^18 with at most {_MAX_DECIMALS} decimals meets both")
         for keyword in ("const", "enum"):
             if (number := _inexact(parts.get(keyword))) is not None:
                 raise ValueError(f"{keyword} has {number}, which is too large to be compared exactly")
@@ -326,18 +349,9 @@ class _Schema:
         parts = self.parts
         if parts.get("maxItems") in (0, 1):
             parts.pop("uniqueItems", None)
-        if parts.get("uniqueItems") is not True or parts.get("type") != "array":
-            return
-        values = values_of(parts.get("items"), self._resolve, _MAX_LISTS)
-        if values is None or parts.keys() & {"enum", "prefixItems", "contains"}:
-            return
-        values = list({json.dumps(value, sort_keys=True): value for value in values}.values())
-        asked = min(len(values), self._count("maxItems", len(values)))
-        counts = list(accumulate(math.comb(len(values), size) for size in range(asked + 1)))
-        most = sum(count <= _MAX_LISTS for count in counts) - 1
-        if most >= min(asked, max(_FEWEST_ITEMS, self._count("minItems", 0))):
+        if isinstance(lists := _sets(parts, self._resolve), list):
             del parts["uniqueItems"], parts["items"]
-            parts["enum"] = [list(chosen) for size in range(most + 1) for chosen in combinations(values, size)]
+            parts["enum"] = lists
 
     def _contains(self) -> None:
         """``contains`` as the first items, of which the last one is such an item."""
@@ -380,6 +394,36 @@ class _Schema:
         if "if" in parts and (other := negated(parts["if"], self._resolve)) is not None:
             options = [parts.pop("if"), parts.pop("then", True)], [other, parts.pop("else", True)]
             self._add({"anyOf": [{"allOf": [part for part in option if part is not True]} for option in options]})
+
+
+def _count(schema: Mapping[str, Any], keyword: str, default: int) -> int:
+    return count if isinstance(count := schema.get(keyword), int) else default
+
+
+def _sets(schema: Mapping[str, Any], resolve: Resolve) -> list[list[Any]] | str:
+    """The lists that ``uniqueItems`` of a few values allows, each in the order of the values; or what it needs."""
+    if schema.get("uniqueItems") is not True:
+        return ""
+    values = values_of(schema.get("items"), resolve, _MAX_LISTS)
+    if values is None or schema.get("type") != "array" or schema.keys() & {"enum", "prefixItems", "contains"}:
+        return (
+            'uniqueItems needs "type": "array" and "items" that are an enum, booleans, null, or integers with both '
+            f'bounds, below {_MAX_LISTS:,} values, or "maxItems": 1'
+        )
+    values = list({json.dumps(value, sort_keys=True): value for value in values}.values())
+    fewest, asked = _count(schema, "minItems", 0), min(len(values), _count(schema, "maxItems", len(values)))
+    counts = list(accumulate(math.comb(len(values), size) for size in range(asked + 1)))
+    most = sum(count <= _MAX_LISTS for count in counts) - 1
+    if most < min(asked, max(_FEWEST_ITEMS, fewest)):
+        ends = f"minItems is {fewest} and can be" if fewest > most else "it needs a maxItems of"
+        return f"uniqueItems of {len(values):,} values makes more than {_MAX_LISTS:,} lists; {ends} at most {most}"
+    return [list(chosen) for size in range(most + 1) for chosen in combinations(values, size)]
+
+
+def advice(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """What a part of a schema needs where a keyword of it is not supported; "": nothing is known."""
+    found = _sets(schema, resolver(root))
+    return found if isinstance(found, str) else ""
 
 
 def _evaluated(schema: Any, resolve: Resolve, depth: int = 0) -> list[str] | None:
