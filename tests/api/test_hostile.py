@@ -91,7 +91,6 @@ def test_numbers_above_all_that_matter(client: httpx.Client) -> None:
     body = {
         **PROMPT,
         "stop_token_ids": list(range(1000)),
-        "max_tokens": BIG,
         "truncate_prompt_tokens": BIG,
         "top_k": BIG,
     }

@@ -377,6 +377,32 @@ def test_rendered_requests_generate_the_same(client: httpx.Client) -> None:
     assert client.post("/v1/completions/render", json={"prompt": "a", "truncate_prompt_tokens": 0}).status_code == 400
 
 
+def test_more_tokens_than_there_is_room_for(client: httpx.Client) -> None:
+    """The model has room for 2,048 tokens of prompt and output."""
+    ids, messages = [5] * 2040, [{"role": "user", "content": "word " * 800}]
+    for path, body, field, value in (
+        ("/v1/completions", {"prompt": ids}, "max_tokens", 9),
+        ("/v1/completions/render", {"prompt": ids}, "max_tokens", 9),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "max_tokens", 2**70),
+        ("/v1/chat/completions", {"messages": messages}, "max_tokens", 2000),
+        ("/v1/chat/completions", {"messages": messages}, "max_completion_tokens", 2000),
+        ("/v1/chat/completions/render", {"messages": messages}, "max_completion_tokens", 2000),
+        ("/v1/responses", {"input": messages}, "max_output_tokens", 2000),
+        ("/inference/v1/generate", {"token_ids": ids, "sampling_params": {"max_tokens": 9}}, "max_tokens", 9),
+    ):
+        sent = body if "sampling_params" in body else {**body, field: value}
+        response = client.post(path, json={"model": "story", **sent})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, field, "context_length_exceeded"), error
+    for fields, most in (({"max_tokens": 8}, 8), ({}, 8), ({"truncate_prompt_tokens": -1, "max_tokens": 20}, 20)):
+        body = {"prompt": ids, "ignore_eos": True, **fields}
+        assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == most
+    (rendered,) = client.post("/v1/completions/render", json={"prompt": ids}).json()
+    assert rendered["sampling_params"]["max_tokens"] == 8
+    answer = client.post("/v1/messages", json={"model": "story", "messages": messages, "max_tokens": 2000})
+    assert answer.status_code == 200
+
+
 def test_tokens_in_and_out(client: httpx.Client) -> None:
     body: dict[str, Any] = {
         "token_ids": [5, 6, 7],

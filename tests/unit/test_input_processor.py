@@ -66,7 +66,7 @@ def test_token_ids(prompt: Any) -> None:
         (np.array([0, 1]), None, [0, 1]),
         (range(40), 1, [39]),
         (range(40), 4, [36, 37, 38, 39]),
-        (range(40), -1, list(range(9, 40))),
+        (range(40), -1, list(range(24, 40))),  # 16 of 32 are for the output
         ([5, 6], 35, [5, 6]),
         ({"prompt": "shown", "prompt_token_ids": [5]}, None, [5]),
     ],

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from fleetfoot.engine import wire
 from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.engine.input_processor import LONG_TEXT, InputProcessor, input_size, needs_grammar
+from fleetfoot.engine.input_processor import LONG_TEXT, InputProcessor, Limit, check_room, input_size, needs_grammar
 from fleetfoot.engine.link import EngineLink, Link
 from fleetfoot.engine.output_processor import OutputProcessor, merge_outputs
 from fleetfoot.engine.stats import StatsCollector
@@ -302,6 +302,7 @@ class EngineClient:
         session: str = "",
         rank: int = -1,
         is_checked: bool = False,
+        limit: Limit | None = None,
     ) -> OutputStream:
         """Validate, tokenize and send a request; the outputs can be iterated afterwards. Raises as `generate`.
 
@@ -310,6 +311,7 @@ class EngineClient:
             flow: requests of different flows take turns in the engine's queue.
             session, rank: see `fleetfoot.records.request.Request`.
             is_checked: ``params`` is that of another stream.
+            limit: see `fleetfoot.engine.input_processor.check_room`; None: outputs are cut where the room ends.
         """
         self._check_alive()
         if request_id in self._streams:
@@ -327,6 +329,7 @@ class EngineClient:
             self._check_alive()
         else:
             request = process(request_id, prompt, params)
+        check_room(limit, request)
         request.flow, request.session, request.rank = flow, session, rank
         first = next(self._numbers)
         numbers = [first, *(next(self._numbers) for _ in range(request.params.n - 1))]

@@ -44,6 +44,8 @@ COPY_MARK = "\x1f"
 """Separates request id and index in the ids of sequences if ``n`` is above 1. Not allowed in users' ids."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
+Limit = tuple[str, int | None]
+"""The field in which a client asks for a number of tokens, and the number; None: it is not given."""
 TOO_LONG = "context_length_exceeded"
 """The code of the errors of prompts with more tokens than the model's length allows."""
 LONG_TEXT = 4096
@@ -177,7 +179,8 @@ class InputProcessor:
             ids = ids[: self._longest_prompt if keep == -1 else keep]
             params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         elif keep is not None:
-            ids = ids[-(self._longest_prompt if keep == -1 else keep) :]
+            most = self.max_model_len - (params.max_tokens or 1)  # so that the output has room, if it can
+            ids = ids[-((most if most > 0 else self._longest_prompt) if keep == -1 else keep) :]
         self._check_tokens(ids)
         room = self._longest_prompt + 1 - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -430,6 +433,20 @@ class InputProcessor:
             self._check_length("bad_words", word)
         return bad_words_token_ids(
             bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False), self.vocab_size
+        )
+
+
+def check_room(limit: Limit | None, request: EngineRequest) -> None:
+    """Raise ValueError for a prompt that leaves room for fewer tokens than were asked for."""
+    if limit is not None and limit[1] is not None and limit[1] > request.max_tokens:
+        name, asked = limit
+        num_tokens = len(request.prompt_token_ids)
+        raise FieldError(
+            name,
+            f"is {asked}, and a prompt of {num_tokens} tokens leaves room for {request.max_tokens} (max_model_len "
+            f"{num_tokens + request.max_tokens}); ask for at most as many, or leave it out",
+            asked,
+            TOO_LONG,
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from fleetfoot.engine.chat import ExpectedMessages, ToolUse, find_schema_error, is_cut, merge_deltas
+from fleetfoot.engine.input_processor import Limit
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import MessageDelta, MessageParser
 from fleetfoot.records.sampling_params import SamplingParams
@@ -56,6 +57,8 @@ class Turn:
     priority: int | None = None
     place: str = "messages"
     """The field of the body that has the conversation, for errors."""
+    limit: Limit | None = None
+    """See `EngineClient.submit`."""
 
 
 @dataclass(slots=True)
@@ -290,7 +293,9 @@ async def generate(service: Service, turn: Turn) -> GeneratedMessages:
     trial = service.engine.validate_grammar
     prompt = engine_prompt(prepared.token_ids, turn.cache_salt)
     try:
-        outputs = await service.submit([prompt], prepared.expected.params, turn.request_id, turn.priority, [turn.place])
+        outputs = await service.submit(
+            *([prompt], prepared.expected.params, turn.request_id, turn.priority, [turn.place], turn.limit)
+        )
     except FieldError as error:
         if error.field in _OWN_FIELDS and (
             found := await service.run_native(_TOOL_COST, find_schema_error, prepared.tools, trial)

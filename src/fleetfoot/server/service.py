@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from fleetfoot.engine.chat import ChatFormats
 from fleetfoot.engine.client import EngineClient, OutputStream
-from fleetfoot.engine.input_processor import LONG_TEXT, is_of_prompt
+from fleetfoot.engine.input_processor import LONG_TEXT, Limit, check_room, is_of_prompt
 from fleetfoot.inputs import PromptType
 from fleetfoot.kv_transfer.base.offers import parse_params
 from fleetfoot.outputs import CompletionOutput, RequestOutput
@@ -281,11 +281,13 @@ class Service:
         request_id: str,
         priority: int | None,
         places: Sequence[str] = (),
+        limit: Limit | None = None,
     ) -> RequestOutputs:
         """Send the prompts of a request.
 
         Args:
             places: of the prompts in the body, for errors.
+            limit: see `EngineClient.submit`.
 
         Raises:
             ApiError: 429 if the queue is full; 400 for a prompt or parameters that are invalid. Then nothing runs.
@@ -323,7 +325,7 @@ class Service:
                     await asyncio.sleep(0)  # others go on
                 try:
                     options: dict[str, Any] = {"owner": owner, "flow": flow, "session": session, "rank": rank}
-                    options["is_checked"] = is_checked
+                    options |= {"is_checked": is_checked, "limit": limit}
                     stream = await self.engine.submit(prompt, params, name, priority or 0, **options)
                     streams.append(stream)
                     params, is_checked = stream.params, True
@@ -353,11 +355,16 @@ class Service:
                 spans[index] = span
         return RequestOutputs(streams, spans)
 
-    async def check_prompt(self, token_ids: list[int], params: SamplingParams, place: str) -> None:
-        """Raises ApiError for a prompt that `submit` would refuse. ``place``: of the prompt in the body."""
+    async def check_prompt(self, token_ids: list[int], params: SamplingParams, place: str, limit: Limit) -> int:
+        """The most tokens of a prompt's output. Raises ApiError for one that `submit` would refuse.
+
+        ``place``: of the prompt in the body.
+        """
         process = functools.partial(self.engine.input_processor.process, params_checked=True)
         try:
-            await self.work(process, "", {"prompt_token_ids": token_ids}, params)
+            request = await self.work(process, "", {"prompt_token_ids": token_ids}, params)
+            check_room(limit, request)
+            return request.max_tokens
         except FieldError as error:
             if is_of_prompt(error):
                 raise _named(error, place) from error

@@ -88,8 +88,9 @@ class ChatCompletions:
         answer, turn = await service.work(self._read, http, body)
         with naming_constraint(body):
             prepared = await prepare(service, turn)
-        await service.check_prompt(prepared.token_ids, prepared.expected.params, turn.place)
-        rendered = GenerateRequest.of(body, answer.id, prepared.token_ids, prepared.expected.params)
+        params = prepared.expected.params
+        room = await service.check_prompt(prepared.token_ids, params, turn.place, answer.limit)
+        rendered = GenerateRequest.of(body, answer.id, prepared.token_ids, params, room)
         return await service.work(JSON, rendered)
 
     def _read(self, http: Request, body: ChatRequest) -> tuple[_Answer, Turn]:
@@ -131,6 +132,7 @@ class ChatCompletions:
             parallel_tool_calls=body.parallel_tool_calls is not False,
             cache_salt=body.cache_salt,
             priority=body.priority,
+            limit=answer.limit,
         )
         return answer, turn
 
@@ -158,10 +160,11 @@ class _Answer:
         self.body = body
         self._service = service
         self.model = service.model_name
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        self.limit = name, getattr(body, name)
         self.params = body.sampling_params(
             service.engine.facts.sampling_defaults,
-            max_tokens=limit,
+            max_tokens=self.limit[1],
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
 

@@ -68,7 +68,7 @@ class Completions:
         with naming_constraint(body):
             outputs = await service.submit(
                 [engine_prompt(one, body.cache_salt) for one in inputs],
-                *(answer.params, answer.id, body.priority, entry_names("prompt", len(inputs))),
+                *(answer.params, answer.id, body.priority, entry_names("prompt", len(inputs)), answer.limit),
             )
         if body.stream:
             return PushedEvents(_Events(answer, outputs))
@@ -85,9 +85,9 @@ class Completions:
         rendered, places = [], entry_names("prompt", len(prompts))
         for index, prompt in enumerate(prompts):
             token_ids = await service.encode(prompt, **options) if isinstance(prompt, str) else prompt
-            await service.check_prompt(token_ids, answer.params, places[index])
+            room = await service.check_prompt(token_ids, answer.params, places[index], answer.limit)
             name = answer.id if len(prompts) == 1 else f"{answer.id}-{index}"
-            rendered.append(GenerateRequest.of(body, name, token_ids, answer.params))
+            rendered.append(GenerateRequest.of(body, name, token_ids, answer.params, room))
         return await service.work(JSON, rendered)
 
     def _read(self, http: Request, body: CompletionRequest) -> tuple[_Answer, list[str | list[int]]]:
@@ -111,6 +111,7 @@ class _Answer:
         self._service = service
         self._is_only_echo = bool(body.echo) and body.max_tokens == 0
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        self.limit = "max_tokens", body.max_tokens
         fields: dict[str, Any] = {"max_tokens": 1 if self._is_only_echo else max_tokens, "logprobs": body.logprobs}
         if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
             fields["prompt_logprobs"] = body.logprobs

@@ -286,6 +286,7 @@ def read_turn(body: ResponseRequest, items: list[Item], service: Service, name: 
         cache_salt=body.cache_salt,
         priority=body.priority,
         place="input",
+        limit=("max_output_tokens", body.max_output_tokens),
     )
 
 

@@ -67,11 +67,11 @@ class TokenParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit
     output_kind: int | None = None
 
     @classmethod
-    def of(cls, params: SamplingParams) -> TokenParams:
+    def of(cls, params: SamplingParams, room: int) -> TokenParams:
         """Parameters with all values, so that no server puts defaults of its own in their place."""
-        given = {
-            name: value for name in (*SAMPLING, "max_tokens", "logprobs") if (value := getattr(params, name)) != []
-        }
+        given = {name: value for name in (*SAMPLING, "logprobs") if (value := getattr(params, name)) != []}
+        if params.max_tokens is not None:
+            given["max_tokens"] = min(params.max_tokens, room)  # a default may be more
         if params.logit_bias:
             given["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
         if (constraint := params.structured_outputs) is not None:
@@ -97,13 +97,18 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, body: GenerationRequest, name: str, token_ids: list[int], params: SamplingParams) -> GenerateRequest:
-        """What a body asks for. Raises ApiError: it has parameters that only its own server's processors read."""
+    def of(
+        cls, body: GenerationRequest, name: str, token_ids: list[int], params: SamplingParams, room: int
+    ) -> GenerateRequest:
+        """What a body asks for, with ``room`` for so many tokens of output.
+
+        Raises ApiError: it has parameters that only its own server's processors read.
+        """
         if body.vllm_xargs:
             raise invalid("vllm_xargs", "vllm_xargs has no place in a rendered request; leave it out")
         return cls(
             token_ids=token_ids,
-            sampling_params=TokenParams.of(params),
+            sampling_params=TokenParams.of(params, room),
             request_id=name,
             model=body.model,
             stream=body.stream,
@@ -163,7 +168,7 @@ class TokenGeneration:
         with naming_constraint(body):
             outputs = await service.submit(
                 [engine_prompt(given.token_ids, given.cache_salt)],
-                *(answer.params, answer.name, given.priority, ["token_ids"]),
+                *(answer.params, answer.name, given.priority, ["token_ids"], ("max_tokens", body.max_tokens)),
             )
         if body.stream:
             return PushedEvents(_Events(answer, body, outputs))
