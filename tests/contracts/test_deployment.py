@@ -20,21 +20,42 @@ pytestmark = pytest.mark.contracts
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "fleetfoot"
+REQUIRED, PREFERRED = (f"{how}DuringSchedulingIgnoredDuringExecution" for how in ("required", "preferred"))
 ODD: dict[str, dict[str, Any]] = {
     "defaults": {},
     "a CPU": {"gpus": 0, "resources": {"requests": {"cpu": 2}, "limits": {"memory": "4Gi"}}},
     "everything": {
         "model": "owner/a model: with \"quotes\" and #", "servedModelNames": ["small", "a: b"],
-        "args": ["--max-model-len=8192", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}', 7],
+        "args": ["--max-model-len=8192", "-tp", 4, "--data_parallel_size=2",
+                 "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}', 7],
         "env": [{"name": "UCX_TLS", "value": "tcp"}], "image": {"repository": "host:5000/fleetfoot", "tag": "1"},
         "imagePullSecrets": [{"name": "pull"}], "replicas": 0, "gpus": 8, "resources": {"limits": {"memory": "64Gi"}},
         "apiKeySecret": "api", "adminKeySecret": "admin", "clusterKeySecret": "cluster", "hfTokenSecret": "hub",
-        "cache": {"size": "100Gi", "storageClass": "fast"}, "port": 8200, "service": {"type": "NodePort", "port": 443},
+        "cache": {"size": "100Gi", "storageClass": "fast", "accessModes": ["ReadWriteMany"]},
+        "port": 8200, "service": {"type": "NodePort", "port": 443},
         "kvEvents": {"enabled": True}, "podMonitor": {"enabled": True, "labels": {"team": "a"}},
         "inferencePool": {"enabled": True, "endpointPicker": "picker", "failureMode": "FailClose"},
         "autoscaling": {"enabled": True, "maxReplicas": 9}, "podLabels": {"a/b": "c"}, "podAnnotations": {"a": "1"},
-        "nodeSelector": {"zone": "a"}, "tolerations": [{"operator": "Exists"}], "serviceAccountName": "server",
-        "affinity": {"podAntiAffinity": {}}, "extraVolumes": [{"name": "models", "emptyDir": {}}],
+        "nodeSelector": {"zone": "a"}, "serviceAccountName": "server",
+        "tolerations": [
+            {"operator": "Exists"}, {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+            {"key": "a", "value": "b"},
+            {"key": "a", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 9},
+        ],
+        "affinity": {
+            "nodeAffinity": {
+                REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": [
+                    {"key": "zone", "operator": "In", "values": ["a"]}, {"key": "gpu", "operator": "Exists"},
+                    {"key": "gpus", "operator": "Gt", "values": ["3"]},
+                ]}]},
+                PREFERRED: [{"weight": 1, "preference": {"matchFields": []}}],
+            },
+            "podAffinity": {REQUIRED: [{"topologyKey": "kubernetes.io/hostname", "namespaces": ["a"]}]},
+            "podAntiAffinity": {PREFERRED: [{"weight": 100, "podAffinityTerm": {
+                "topologyKey": "zone", "labelSelector": {"matchLabels": {"a": "b"}},
+            }}]},
+        },
+        "extraVolumes": [{"name": "models", "emptyDir": {}}],
         "extraVolumeMounts": [{"name": "models", "mountPath": "/models"}],
     },
     "what YAML and numbers bend": {
@@ -43,12 +64,23 @@ ODD: dict[str, dict[str, Any]] = {
         "replicas": 2_000_000, "shutdownSeconds": 10_000_000, "startupSeconds": 20_000_000, "sharedMemory": "1",
         "apiKeySecret": "1234", "adminKeySecret": "true", "serviceAccountName": "0123", "nodeSelector": {"n": "12"},
         "podLabels": {"app.kubernetes.io/name": "other", "b": "true"}, "podAnnotations": {"x": "1: 2\n#"},
-        "cache": {"size": "100", "storageClass": "-"}, "podMonitor": {"enabled": True, "labels": {"release": "1"}},
+        "cache": {"size": "100", "storageClass": "-", "accessModes": ["ReadWriteMany"]},
+        "podMonitor": {"enabled": True, "labels": {"release": "1"}},
         "inferencePool": {"enabled": True, "endpointPicker": "123"}, "env": [{"name": "A", "value": "1"}],
         "autoscaling": {"enabled": True, "maxReplicas": 1_000_000, "waitingRequests": 1_500_000},
         "resources": {"limits": None}, "tolerations": [], "affinity": {},
     },
-    "several nodes": {"nodes": 2, "clusterKeySecret": "cluster", "cache": {"existingClaim": "own"}},
+    "amounts": {
+        "resources": {
+            "requests": {"cpu": "1500m", "memory": "16G", "ephemeral-storage": "1e9", "example.com/nic": 1},
+            "limits": {"cpu": 1.5, "memory": "16Gi", "ephemeral-storage": "1G", "example.com/nic": "1"},
+        },
+        "cache": {"size": "5Gi"},
+    },
+    "several nodes": {
+        "nodes": 2, "args": ["--tensor-parallel-size=2"], "clusterKeySecret": "cluster",
+        "cache": {"existingClaim": "own"},
+    },
     "an example": yaml.safe_load((DEPLOY / "examples" / "llm-d.yaml").read_text()),
 }  # fmt: skip
 FIELDS: dict[str, dict[str, Any]] = {
@@ -192,6 +224,45 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("sharedMemory", {"sharedMemory": ""}),
     ("memory", {"resources": {"limits": {"memory": "4 GB"}}}),
     ("cpu", {"resources": {"requests": {"cpu": -1}}}),
+    ("requests.cpu is 2", {"resources": {"requests": {"cpu": 2}, "limits": {"cpu": "1900m"}}}),
+    ("requests.memory is 16Gi", {"resources": {"requests": {"memory": "16Gi"}, "limits": {"memory": "16G"}}}),
+    ("requests.memory is 1e+10", {"resources": {"requests": {"memory": 1e10}, "limits": {"memory": "1e9"}}}),
+    ("mem", {"resources": {"limits": {"mem": "1Gi"}}}),
+    ("gpus is 1 with 1 nodes, and args have 2 ranks", {"args": ["--tensor-parallel-size=2"]}),
+    ("args have 4 ranks", {"gpus": 2, "args": ["-tp", 2, "--pipeline_parallel_size", "2"]}),
+    ("--tensor-parallel-size=4", {"gpus": 4}),
+    ("gpus is 2 with 2 nodes", {"gpus": 2, "nodes": 2, "clusterKeySecret": "a", "args": ["--data-parallel-size=2"]}),
+    ("2 pods share the claim", {"replicas": 2, "cache": {"size": "5Gi"}}),
+    ("4 pods share", {"autoscaling": {"enabled": True}, "cache": {"size": "5Gi", "accessModes": ["ReadWriteOncePod"]}}),
+    ("2 pods", {"nodes": 2, "gpus": 0, "clusterKeySecret": "a", "cache": {"size": "5Gi"}}),
+    ("tolerations", {"tolerations": [{"key": "a", "operator": "Exist"}]}),
+    ("tolerations", {"tolerations": [{"key": "a", "operator": "Exists", "value": "b"}]}),
+    ("tolerations", {"tolerations": [{"effect": "NoSchedule"}]}),
+    ("tolerations", {"tolerations": [{"key": "a", "effect": "NoRun"}]}),
+    ("tolerations", {"tolerations": [{"key": "a", "effect": "NoSchedule", "tolerationSeconds": 5}]}),
+    ("tolerations", {"tolerations": [{"key": "a", "value": True}]}),
+    ("affinity", {"affinity": {"nodeAffinty": {}}}),
+    ("affinity", {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": []}}}}),
+    *(
+        (
+            "affinity",
+            {
+                "affinity": {
+                    "nodeAffinity": {PREFERRED: [{"weight": weight, "preference": {"matchExpressions": [one]}}]}
+                }
+            },
+        )
+        for weight, one in (
+            (0, {"key": "a", "operator": "Exists"}),
+            (1, {"key": "a", "operator": "In"}),
+            (1, {"key": "a", "operator": "Exists", "values": ["b"]}),
+            (1, {"key": "a", "operator": "Gt", "values": ["b"]}),
+            (1, {"key": "a", "operator": "Is", "values": ["b"]}),
+            (1, {"key": "a b", "operator": "Exists"}),
+        )
+    ),
+    ("affinity", {"affinity": {"podAffinity": {REQUIRED: [{"labelSelector": {}}]}}}),
+    ("affinity", {"affinity": {"podAntiAffinity": {REQUIRED: [{"topologyKey": "a", "labelSelectors": {}}]}}}),
     ("nvidia.com/gpu", {"resources": {"limits": {"nvidia.com/gpu": 4}}}),
     ("gpuResource", {"gpuResource": "gpu"}),
     ("podLabels", {"podLabels": {"a": 1}}),

@@ -191,9 +191,45 @@ spec:
   {{- end }}
 {{- end -}}
 
+{{/* An amount of Kubernetes, such as 500m or 16Gi, as a number that floats compare. */}}
+{{- define "fleetfoot.amount" -}}
+{{- $text := include "fleetfoot.text" . -}}
+{{- $suffix := regexFind "([KMGTPE]i|[numkMGTPE])$" $text -}}
+{{- $scale := get (dict "n" 1e-9 "u" 1e-6 "m" 1e-3 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0) $suffix -}}
+{{- printf "%.9f" (mulf (trimSuffix $suffix $text | float64) (default 1.0 $scale)) -}}
+{{- end -}}
+
+{{/* Pods that the chart makes, at most. */}}
+{{- define "fleetfoot.pods" -}}
+{{- mul (int .nodes) (ternary (int .autoscaling.maxReplicas) (int .replicas) .autoscaling.enabled) -}}
+{{- end -}}
+
+{{/* The ranks that arguments ask for; empty: the chart cannot tell, or they are elsewhere. */}}
+{{- define "fleetfoot.ranks" -}}
+{{- $factors := dict "tensor-parallel-size" 1 "pipeline-parallel-size" 1 "data-parallel-size" 1 -}}
+{{- $short := dict "-tp" "tensor-parallel-size" "-pp" "pipeline-parallel-size" "-dp" "data-parallel-size" -}}
+{{- $name := "" -}}
+{{- $isKnown := true -}}
+{{- range . -}}
+{{- $word := include "fleetfoot.text" . -}}
+{{- $parts := splitList "=" $word -}}
+{{- if and $name (not (hasPrefix "-" $word)) -}}
+{{- $_ := set $factors $name (int $word) -}}
+{{- end -}}
+{{- $name = get $short (first $parts) -}}
+{{- if and (not $name) (hasPrefix "--" $word) -}}{{- $name = trimPrefix "--" (first $parts) | replace "_" "-" -}}{{- end -}}
+{{- if or (has $name (list "config" "distributed-executor-backend" "executor")) (and (hasPrefix "data-parallel-" $name) (ne $name "data-parallel-size")) -}}{{- $isKnown = false -}}{{- end -}}
+{{- if not (hasKey $factors $name) -}}{{- $name = "" -}}{{- else if gt (len $parts) 1 -}}{{- $_ := set $factors $name (int (last $parts)) -}}{{- end -}}
+{{- end -}}
+{{- if $isKnown -}}{{- mul (get $factors "tensor-parallel-size") (get $factors "pipeline-parallel-size") (get $factors "data-parallel-size") -}}{{- end -}}
+{{- end -}}
+
 {{/* Values that contradict each other, or what the chart makes of them. */}}
 {{- define "fleetfoot.checks" -}}
 {{- $values := .Values -}}
+{{- if and (gt (int $values.nodes) 1) (not $values.clusterKeySecret) -}}
+{{- fail "clusterKeySecret is empty, and nodes is above 1: machines prove a common secret to each other" -}}
+{{- end -}}
 {{- $flags := dict "host" "it is the address of the pod" -}}
 {{- range list "ssl-keyfile" "ssl-certfile" "ssl-ca-certs" "uds" -}}{{- $_ := set $flags . "probes, routers and monitors ask http at the port" -}}{{- end -}}
 {{- range $flag, $value := dict "port" "port" "shutdown-timeout" "shutdownSeconds" "nnodes" "nodes" "node-rank" "nodes" "master-addr" "nodes" "headless" "nodes" "api-key" "apiKeySecret" "admin-key" "adminKeySecret" -}}
@@ -237,7 +273,25 @@ spec:
 {{- fail (printf "resources.%s has %s; use the value gpus" $name $values.gpuResource) -}}
 {{- end -}}
 {{- end -}}
+{{- $limits := default dict $values.resources.limits -}}
+{{- range $name, $amount := default dict $values.resources.requests -}}
+{{- if hasKey $limits $name -}}
+{{- $most := get $limits $name -}}
+{{- if gt (include "fleetfoot.amount" $amount | float64) (include "fleetfoot.amount" $most | float64) -}}
+{{- fail (printf "resources.requests.%s is %s, above resources.limits.%s %s; it can be at most as much" $name (toString $amount) $name (toString $most)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $ranks := include "fleetfoot.ranks" $values.args -}}
+{{- $all := mul (int $values.gpus) (int $values.nodes) -}}
+{{- if and $ranks $all (ne (int $ranks) (int $all)) -}}
+{{- fail (printf "gpus is %d with %d nodes, and args have %s ranks (tensor, pipeline and data parallel sizes multiplied); a rank takes a GPU: use as many, such as --tensor-parallel-size=%d" (int $values.gpus) (int $values.nodes) $ranks $all) -}}
+{{- end -}}
 {{- with $values.cache -}}
+{{- $pods := include "fleetfoot.pods" $values | int -}}
+{{- if and .size (not .existingClaim) (gt $pods 1) (not (has "ReadWriteMany" .accessModes)) -}}
+{{- fail (printf "cache.accessModes is %s, and %d pods share the claim; use ReadWriteMany, an existingClaim that all can mount, or no cache.size" (toJson .accessModes) $pods) -}}
+{{- end -}}
 {{- if and .existingClaim (or .size .storageClass) -}}
 {{- fail (printf "cache.existingClaim is %s, and cache.size and cache.storageClass are of a claim to make" .existingClaim) -}}
 {{- end -}}
@@ -250,8 +304,5 @@ spec:
 {{- if and .enabled (or (eq (int .port) (int .replayPort)) (has (int $values.port) (list (int .port) (int .replayPort)))) -}}
 {{- fail "port, kvEvents.port and kvEvents.replayPort must be three different ports of the pod" -}}
 {{- end -}}
-{{- end -}}
-{{- if and (gt (int $values.nodes) 1) (not $values.clusterKeySecret) -}}
-{{- fail "clusterKeySecret is empty, and nodes is above 1: machines prove a common secret to each other" -}}
 {{- end -}}
 {{- end -}}
