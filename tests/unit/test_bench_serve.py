@@ -203,6 +203,29 @@ STREAMS: list[tuple[list[Any], int | None]] = [
 """Events, and how many tokens a client counts; None: the request has failed."""
 
 
+TEXTS = [{"choices": [{"index": 0, "text": text, "delta": {"content": text}}]} for text in (" a", " b")]
+NULL = {"choices": [], "usage": None}
+LLAMA = {"choices": [], "usage": {"completion_tokens": 2, "prompt_tokens": 9, "total_tokens": 11}, "timings": {}}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "end", "num_input"),
+    [("completions", [], 128), ("chat", [], None), ("chat", [NULL], None), ("chat", [LLAMA], 9)],
+)
+def test_a_server_that_reports_no_usage(
+    server: OpenAI, capsys: pytest.CaptureFixture[str], endpoint: str, end: list[Any], num_input: int | None
+) -> None:
+    server.streams = [[ROLE, *TEXTS, *end]] * 3
+    assert main(bench(server, "--num-prompts", "2", "--endpoint", endpoint, "--allow-eos", "--save-detailed")) == 0
+    output, status = capsys.readouterr()
+    content = json.loads(output)
+    total = None if num_input is None else 2 * num_input
+    assert (content["total_input_tokens"], content["total_output_tokens"]) == (total, 4)
+    assert (content["total_token_throughput"] is None) == (total is None)
+    assert content["input_lens"] == [num_input] * 2
+    assert content["without_usage"] == (0 if LLAMA in end else 2) and ("usage" in status) == (LLAMA not in end)
+
+
 def test_a_stream_without_text_is_judged_by_what_it_says(server: OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
     server.streams = [events for events, _ in STREAMS]
     flags = "--num-prompts", "8", "--num-warmup", "0", "--max-concurrency", "1", "--save-detailed"

@@ -32,8 +32,8 @@ _FIRST_TEXT = re.compile(
 )
 """In the first event that has a token. The event before it, which has the role alone, has none. Tokens may have no
 text: then the first event is the one that ends the choice."""
-_ERROR = re.compile(rb'^(?:data: ?)?\{"error": ?[^n].*', re.M)
-"""A line of a stream that fails."""
+_ERROR = re.compile(rb'^(?:(?:data: ?)?\{"error": ?[^n]|error: ?\{).*', re.M)
+"""A line of a stream that fails; the second form is that of llama.cpp."""
 _TOKENS = re.compile(rb'"completion_tokens": ?[1-9]')
 _USAGE = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)": ?(\d+)')
 _TAIL = 16
@@ -49,6 +49,8 @@ class Turn(msgspec.Struct, array_like=True):
     body: bytes
     """Its JSON. Of later turns of a conversation, without the messages before: see `Conversation.messages`."""
     max_tokens: int
+    num_prompt_tokens: int = 0
+    """0: the prompt is a text, and the server alone knows."""
 
 
 class Conversation(msgspec.Struct, array_like=True):
@@ -84,13 +86,17 @@ class Sample(msgspec.Struct, array_like=True):
     """0: there was no token."""
     end: float = 0.0
     num_prompt_tokens: int = 0
+    """As the server reports them, else as they were sent; 0: not known."""
     num_output_tokens: int = 0
+    """As the server reports them, else events with tokens."""
     num_cached_tokens: int = 0
     num_events: int = 0
     """Events that have tokens; fewer than tokens where the server has merged some."""
     arrivals: bytes = b""
     """Seconds from the first token to each later event, float32."""
     error: str = ""
+    has_usage: bool = False
+    """Whether the server reports numbers of tokens."""
 
 
 class Progress(msgspec.Struct, tag=True):
@@ -209,6 +215,7 @@ class _Connection(asyncio.Protocol):
         sample.num_output_tokens = sample.num_events
         for name, value in _USAGE.findall(kept):
             setattr(sample, f"num_{_FIELDS[name]}_tokens", int(value))
+            sample.has_usage = True
         sample.arrivals = self._arrivals[1:].tobytes()
         if not stays_open:
             self.close()
@@ -284,6 +291,7 @@ class _Client:
                 body = msgspec.json.encode({**msgspec.json.decode(body), "messages": messages})
             due = conversation.due_s if number == 0 and conversation.due_s is not None else None
             sample = Sample(conversation.number, number, -1.0 if due is None else due, 0.0)
+            sample.num_prompt_tokens = turn.num_prompt_tokens
             is_last = number + 1 == len(conversation.turns)
             text = await self._send(body, sample, keeps_text=not is_last)
             self.samples.append(sample)

@@ -110,7 +110,8 @@ def make_conversations(shape: Shape, fields: dict[str, Any], count: int) -> list
             (length,), (output_len,) = shape.input_len.draw(rng, 1), shape.output_len.draw(rng, 1)
             prefix = prefixes[number % len(prefixes)] if turn == 0 else []
             prompt = prefix + _random(rng, shape, max(1, length - len(prefix)))
-            turns.append(Turn(_body(fields, prompt, output_len, is_chat=shape.is_chat), output_len))
+            body = _body(fields, prompt, output_len, is_chat=shape.is_chat)
+            turns.append(Turn(body, output_len, 0 if shape.is_chat else len(prompt)))
             messages.append(" ".join(map(str, prompt)))
         conversations.append(Conversation(number, turns, messages=messages if shape.num_turns > 1 else []))
     return conversations
@@ -137,6 +138,7 @@ def read_trace(file: str, shape: Shape, fields: dict[str, Any], speed: float) ->
                 raise ValueError("it has no input_length, prompt or messages")
             output_len = int(entry.get("output_length", shape.output_len.low))
             due = float(entry.get("timestamp", 0.0)) / 1e3 / speed
+            prompt: Any = given.get("prompt", "")
             if given:
                 body = msgspec.json.encode(fields | given | {"max_tokens": output_len})
             else:
@@ -144,10 +146,12 @@ def read_trace(file: str, shape: Shape, fields: dict[str, Any], speed: float) ->
                 ids = entry.get("hash_ids") or []
                 prompt = [one for name in ids for one in _random(_rng(shape.seed, 3, int(name)), shape, _BLOCK)]
                 prompt += _random(_rng(shape.seed, 4, number), shape, max(0, length - len(prompt)))
-                body = _body(fields, prompt[: max(1, length)], output_len, is_chat=shape.is_chat)
+                prompt = prompt[: max(1, length)]
+                body = _body(fields, prompt, output_len, is_chat=shape.is_chat)
         except (KeyError, TypeError, ValueError) as error:
             raise command.UsageError(f"{where} is no request of a trace: {error}") from error
-        conversations.append(Conversation(number, [Turn(body, output_len)], due))
+        num_tokens = 0 if shape.is_chat or isinstance(prompt, str) else len(prompt)
+        conversations.append(Conversation(number, [Turn(body, output_len, num_tokens)], due))
     first = min((one.due_s or 0.0 for one in conversations), default=0.0)
     moved = [msgspec.structs.replace(one, due_s=(one.due_s or 0.0) - first) for one in conversations]
     return sorted(moved, key=lambda one: one.due_s or 0.0)
@@ -282,18 +286,20 @@ def results(outcome: Outcome, goodput: dict[str, float], concurrency: int = 0) -
     """The measurements, by the keys of `vllm bench serve`. ``goodput``: limits in ms, by metric."""
     good = [one for one in outcome.samples if not one.error]
     duration, times = outcome.duration_s, _times(good)
-    num_input, num_output = (sum(getattr(one, f"num_{name}_tokens") for one in good) for name in ("prompt", "output"))
+    num_output = sum(one.num_output_tokens for one in good)
+    num_input = sum(one.num_prompt_tokens for one in good) if all(one.num_prompt_tokens for one in good) else None
     found: dict[str, Any] = {
         "duration": outcome.duration_s,
         "completed": len(good),
         "failed": len(outcome.samples) - len(good),
         "total_input_tokens": num_input,
         "total_cached_tokens": sum(one.num_cached_tokens for one in good),
+        "without_usage": sum(not one.has_usage for one in good),
         "total_output_tokens": num_output,
         "request_throughput": ratio(len(good), duration),
         "request_goodput": ratio(sum(_is_good(one, goodput) for one in good), duration) if goodput else None,
         "output_throughput": ratio(num_output, duration),
-        "total_token_throughput": ratio(num_input + num_output, duration),
+        "total_token_throughput": None if num_input is None else ratio(num_input + num_output, duration),
         "max_output_tokens_per_s": _peak_rate(good),
         "max_concurrent_requests": _peak_running(outcome.samples),
         "events_per_token": ratio(sum(one.num_events for one in good), num_output),
@@ -775,7 +781,7 @@ def _acceptance(before: dict[tuple[str, int], float], after: dict[tuple[str, int
 def _details(outcome: Outcome) -> dict[str, Any]:
     samples = outcome.samples
     return {
-        "input_lens": [one.num_prompt_tokens for one in samples],
+        "input_lens": [one.num_prompt_tokens or None for one in samples],
         "output_lens": [one.num_output_tokens for one in samples],
         "start_times": [one.sent for one in samples],
         "ttfts": [max(0.0, one.first - one.sent) for one in samples],
@@ -797,6 +803,12 @@ def _warn(point: dict[str, Any], *, allows_eos: bool) -> None:
         command.print_status(
             f"warning: {number} of {command.count(point['completed'], 'output')} ended before --output-len: the target "
             "does not know ignore_eos, or limits outputs; --allow-eos accepts it"
+        )
+    if number := point["without_usage"]:
+        prompts = "are not known" if point["total_input_tokens"] is None else "are counted as they were sent"
+        command.print_status(
+            f"warning: {number} of {command.count(point['completed'], 'response')} report no usage: tokens of outputs "
+            f"are events, and those of prompts {prompts}"
         )
     for reason, number in point["error_counts"].items():
         command.print_status(f"warning: {command.count(number, 'request')} failed: {reason}")
