@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fleetfoot.engine.chat_messages import template_message
 from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.completion import completion
+from fleetfoot.parsers.json_values import MAX_DEPTH
 from fleetfoot.parsers.registry import TOOL_FORMATS, MessageFormat
 
 TOOLS = [Tool("run", {"properties": {"command": {"type": "string"}, "a": {}, "b": {"type": "array"}}}), Tool("now")]
@@ -41,6 +42,15 @@ BODIES = {
     "phi4_mini_json": f"functools[{JSON_CALL}]",
     "qwen3_coder": "<tool_call>\n<function=run>\n%s\n</function>\n</tool_call>",
 }
+
+
+def nested(value):
+    """A value in as many objects as there can be."""
+    for _ in range(MAX_DEPTH):
+        value = {"a": value}
+    return value
+
+
 MENDED = [
     ('{"a": "x\n\ty\x00\x1b"}', {"a": "x\n\ty\x00\x1b"}),
     ('{"a": [1, 2,], "b": {"c": 1,},}', {"a": [1, 2], "b": {"c": 1}}),
@@ -74,6 +84,17 @@ MENDED = [
     ('{"a": Rome (Italy, "b": 1}', {"a": "Rome (Italy", "b": 1}),
     ('{"a": Rome, Italy, "b": 1,234}', {"a": "Rome, Italy", "b": "1,234"}),
     ('{"a": 1, "b": "x" * 3}', {"a": 1, "b": 'x" * 3'}),
+    ('{"a": [0x10, 1_000, -1.], "b": [2024-11-12, 1/2, --1, ::1, -Infinity]}',
+     {"a": [16, 1000, -1], "b": ["2024-11-12", "1/2", "--1", "::1", "-Infinity"]}),
+    ('{"a": "x"[0], "b": ["y".f(), "z".join(["1", "2"])], "c": 1}',
+     {"a": 'x"[0]', "b": ['y".f()', 'z".join(["1", "2"])'], "c": 1}),
+    ('{"a": {"c": "%d" % 3}, "b": "x" -- y\n, "d": \'z\'.f(a=1)}',
+     {"a": {"c": '%d" % 3'}, "b": 'x" -- y', "d": "z'.f(a=1)"}),
+    ('{"a": "he said "hi", and left", "b": "x", c: 1}', {"a": 'he said "hi", and left', "b": "x", "c": 1}),
+    ('{"a": [1][0], "b": {}.x}', {"a": [1], "[0]": None, "b": {}, ".x": None}),
+    ('{"a": ' * MAX_DEPTH + '[{"b": "]\\""}]' + "}" * MAX_DEPTH, nested('[{"b": "]\\""}]')),
+    ('{"a": ' * 3 * MAX_DEPTH + "1" + "}" * 3 * MAX_DEPTH,
+     nested('{"a": ' * 2 * MAX_DEPTH + "1" + "}" * 2 * MAX_DEPTH)),
     ("{}", {}),
 ]  # fmt: skip
 MENDED_PYTHON = [
@@ -230,6 +251,14 @@ WRAPPERS = [
     ("deepseek_v4", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="run">\n<｜DSML｜parameter name="a" string="false">%s'
     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("2024-11-12", "2024-11-12"), ("1/2", "1/2"), ("0x10", 16), ("-1.5", -1.5), ("NaN", "NaN")]
+)
+def test_a_value_of_any_type_is_no_arithmetic(value, expected):
+    ((_, arguments),) = parse("deepseek_v4", [dict(WRAPPERS)["deepseek_v4"] % value])[1]
+    assert json.loads(arguments) == {"a": expected}
 
 
 @settings(max_examples=120, deadline=None)

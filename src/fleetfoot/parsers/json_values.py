@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from typing import cast
 
 from fleetfoot.parsers.completion import completion
 from fleetfoot.parsers.reader import Reader, Sink, Wait
@@ -22,7 +23,7 @@ _MAX_HELD = 1000
 _ENDS = "<`"
 """Begin a mark of the format, or the end of a block of code."""
 _STRING_ENDS = ",:]})"
-_TRAILING = " \t\r\n]})"
+_STRING_CLOSERS = "]})"
 _COMMENTS = {"//": "\n", "/*": "*/"}
 _SPECIAL = {
     '"': re.compile(r'["\\\x00-\x1f]'),
@@ -30,6 +31,27 @@ _SPECIAL = {
     "`": re.compile(r'[`"\\\x00-\x1f]'),
 }
 """What is not passed on as it is, by the quote of a string."""
+_DEEP = re.compile(r'[^"\\\[\]{}()<`]+|\\.|.', re.DOTALL)
+"""A part of a value that is passed on as a string: a bracket, a quote, an escape, or what is between."""
+_SUFFIX = re.compile(r"\[|\.\w*[(\[]?")
+_NEXT_KEY = {
+    quote: re.compile(
+        rf"(?P<rest>[^{quote}]*?)\s*,\s*{quote}(?:[^{quote}\\]|\\.)+{quote}\s*:"
+        rf"|[^{quote}]*[^{quote},\s]\s*{quote}|[^{quote}]*{quote}(?:[^{quote}\\]|\\.)*{quote}\s*[^\s:]",
+        re.DOTALL,
+    )
+    for quote in _SPECIAL
+}
+"""The rest of a value before a comma and the next key; or two quotes that are no such key."""
+_PROSE = {
+    quote: re.compile(
+        rf"(?P<text>,[^:,{{}}\[\]\n{quote}]*[^:,{{}}\[\]\s{quote}][^:,{{}}\[\]\n{quote}]*{quote}[^\S\n]*[,}}])"
+        rf"|,\s*[:,{{}}\[\]{quote}]|,[^:,{{}}\[\]\n{quote}]*(?:[:,{{}}\[\]\n]|{quote}[^\S\n]*[^\s,}}]|{quote}\s*\n)",
+        re.DOTALL,
+    )
+    for quote in _SPECIAL
+}
+"""A comma that does not end a string, since words and another quote follow, which does; or one that does."""
 _BARE_END = re.compile(r"""[,\[\]{}()<`\n"']|(?<=\s/)[/*]""")
 _BARE_KEY_END = re.compile(r"""[:,\[\]{}()<`\n"']""")
 _PREFIX = re.compile(r"[rRbBuUfF]{1,2}")
@@ -119,7 +141,7 @@ class _Value:
                 if expects == "more":
                     self._held += ","
                     expects = self._item
-            elif character == ":":
+            elif character == ":" and expects in ("key", "more"):
                 self._reader.position += 1
             else:
                 if expects == "more":
@@ -228,6 +250,8 @@ class _Value:
                 self._write("[")
             self._closers.append(_CLOSERS[character])
             return "key" if character == "{" else "item"
+        if character in _CLOSERS:
+            return (yield from self._deep())
         text = ""
         if character not in _SPECIAL:
             text = yield from self._bare(_BARE_END)
@@ -249,11 +273,32 @@ class _Value:
         self._write(_scalar(text))
         return "more"
 
+    def _deep(self) -> Wait[str]:
+        """Pass on a value that is deeper than values can be as a string. "" at the end of the text."""
+        reader, depth, is_string = self._reader, 0, False
+        self._write('"')
+        while character := (yield from reader.peek()):
+            if character in _ENDS and (yield from reader.at_mark()):
+                break
+            if character == "\\" and not (yield from self._has(2)):
+                return ""
+            part = cast("re.Match[str]", _DEEP.match(reader.text, reader.position))[0]
+            reader.position += len(part)
+            self._sink(json.dumps(part, ensure_ascii=False)[1:-1])
+            self._drop()
+            is_string ^= part == '"'
+            depth += 0 if is_string else (part in _CLOSERS) - (part in _STRING_CLOSERS)
+            if not depth:
+                break
+        else:
+            return ""
+        self._sink('"')
+        return "more"
+
     def _bare(self, end: re.Pattern[str]) -> Wait[str]:
         """Read text without quotes: up to what ends a value, or a key, outside of brackets that are closed."""
         reader = self._reader
         start = reader.position
-        reader.position += (yield from reader.peek()) in tuple(_CLOSERS)  # deeper than values can be
         closers, quote, inner = "", "", -1
         while True:
             match = end.search(reader.text, reader.position)
@@ -270,7 +315,7 @@ class _Value:
                     break
             elif quote:
                 quote = quote.replace(character, "")
-            elif character in _CLOSERS and reader.position > start:
+            elif character in _CLOSERS:
                 closers += _CLOSERS[character][0]
             elif not closers:
                 if character != "," or not (yield from self._goes_on()):
@@ -316,7 +361,7 @@ class _Value:
                     yield from reader.more()
                     continue
                 if is_doubtful and (mark or not reader.is_cut):
-                    text = reader.text[reader.position : place].rstrip(_TRAILING)
+                    text = _balanced(reader.text[reader.position : place])
                     self._sink(json.dumps(text, ensure_ascii=False)[1:])
                     reader.position += len(text)
                     return True
@@ -342,7 +387,7 @@ class _Value:
                 self._sink('"')
                 return True
             else:
-                found = "" if is_triple else (yield from self._after_quote())
+                found = "" if is_triple else (yield from self._after_quote(quote))
                 if found is None:
                     return False
                 if found in _SPECIAL:  # a sum
@@ -354,11 +399,11 @@ class _Value:
                     is_doubtful = not is_triple
                     self._sink(json.dumps(quote)[1:-1])
 
-    def _after_quote(self) -> Wait[str | None]:
+    def _after_quote(self, own: str) -> Wait[str | None]:
         """A text if a quote ends a string, "" if it is part of it, and None if the text is cut.
 
-        A string is followed by a comma or a bracket, or by another line. After a plus and a quote, which are read then,
-        it goes on; they are returned.
+        A string is followed by a comma or a bracket, by another line, or by the rest of an expression, which is passed
+        on. After a plus and a quote, which are read then, it goes on; they are returned.
         """
         reader = self._reader
         start = reader.position
@@ -376,8 +421,43 @@ class _Value:
                 return quote
         is_comment = character == "/" and reader.position > start and (yield from self._comment())
         is_mark = character in _ENDS and (yield from reader.at_mark())
+        if has_line or is_comment or is_mark or character in _STRING_ENDS:
+            is_inner = character == "," and bool((yield from self._ahead(_PROSE[own], "text")))
+            reader.position = start
+            return "" if is_inner else "end"
         reader.position = start
-        return "end" if has_line or is_comment or is_mark or character in _STRING_ENDS else ""
+        rest = yield from self._expression(own)
+        if rest:
+            self._sink(json.dumps(own + rest, ensure_ascii=False)[1:-1])
+            reader.position = start + len(rest)
+        return "end" if rest else ""
+
+    def _expression(self, quote: str) -> Wait[str]:
+        """What follows the quote of a string that is part of an expression, as in ``"x"[0]`` or ``"%d" % 3``. Reads
+        nothing."""
+        reader, start = self._reader, self._reader.position
+        while (suffix := _SUFFIX.match(reader.text, start)) and suffix.end() == len(reader.text):
+            if not (yield from reader.more()):
+                break
+        if suffix and suffix[0][-1] in _CLOSERS:
+            text = yield from self._bare(_BARE_END)
+            character = yield from reader.peek()
+            is_end = (
+                not character or character in _STRING_ENDS or (character in _ENDS and (yield from reader.at_mark()))
+            )
+            reader.position = start
+            if is_end and not reader.is_cut:
+                return text
+        return _balanced((yield from self._ahead(_NEXT_KEY[quote], "rest")))
+
+    def _ahead(self, pattern: re.Pattern[str], group: str) -> Wait[str]:
+        """What a group of a pattern matches here in an object, as soon as that is known; else "". Reads nothing."""
+        reader, match = self._reader, None
+        while self._closers[-1:] == ["}}"] and not match:
+            match = pattern.match(reader.text, reader.position, reader.position + _MAX_HELD)
+            if not match and (len(reader.text) - reader.position >= _MAX_HELD or not (yield from reader.more())):
+                break
+        return (match[group] or "") if match else ""
 
     def _escape(self, *, is_raw: bool) -> Wait[str]:
         """Read what follows a backslash. "": the text is cut."""
@@ -418,6 +498,19 @@ class _Value:
             if not (yield from reader.more()):
                 return not reader.is_cut
         return True
+
+
+def _balanced(text: str) -> str:
+    """The text up to a bracket that closes none of it."""
+    closers = ""
+    for place, character in enumerate(text):
+        if character in _CLOSERS:
+            closers += _CLOSERS[character][0]
+        elif character in _STRING_CLOSERS:
+            if character != closers[-1:]:
+                return text[:place].rstrip()
+            closers = closers[:-1]
+    return text.rstrip()
 
 
 def _scalar(text: str) -> str:

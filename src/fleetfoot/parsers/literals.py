@@ -24,17 +24,27 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-def python_literal(source: str) -> Any:
+def python_literal(source: str, *, is_code: bool = True) -> Any:
     """The value of an expression of literals, with JSON's words too. Raises ValueError if it has no value in JSON.
 
-    Tuples and sets are lists, bytes are text. Sums of strings and lists and the arithmetic of numbers have a value.
+    Tuples and sets are lists, bytes are text. Sums of strings and lists have a value, and, in code, arithmetic:
+    elsewhere ``2024-11-12`` and ``1/2`` are no numbers.
     """
     try:
-        value = _value(ast.parse(_STRING.sub(_mended, source).strip(), mode="eval").body)
+        parsed = ast.parse(_STRING.sub(_mended, source).strip(), mode="eval").body
+        value = _value(parsed)
+        if not is_code and any(map(_is_arithmetic, ast.walk(parsed))):
+            raise ValueError("arithmetic")
         json.dumps(value, allow_nan=False)  # also depths and numbers that it refuses
     except (ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError) as error:
         raise ValueError(f"no literal: {error}") from None
     return value
+
+
+def _is_arithmetic(node: ast.AST) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        return not isinstance(node.operand, ast.Constant)
+    return isinstance(node, ast.BinOp) and not isinstance(_value(node), str | list)
 
 
 def _mended(string: re.Match[str]) -> str:

@@ -117,13 +117,13 @@ def typed_json(text: str, schema: Mapping[str, Any], *, is_any: bool = False) ->
 def python_value(text: str) -> Any:
     """A literal of JSON or Python; the text itself if it is none."""
     try:
-        return literal(text)
+        return literal(text, is_code=False)
     except ValueError:
         return text.strip()
 
 
-def literal(text: str) -> Any:
-    """A literal of JSON or Python. Raises ValueError if it is none."""
+def literal(text: str, *, is_code: bool = True) -> Any:
+    """A literal of JSON or Python. Raises ValueError if it is none. ``is_code``: as of `python_literal`."""
     text = text.strip()
     if text in _WORDS:
         return _WORDS[text]
@@ -132,7 +132,7 @@ def literal(text: str) -> Any:
         json.dumps(value, allow_nan=False)
         return value
     except (ValueError, RecursionError):
-        return python_literal(text)
+        return python_literal(text, is_code=is_code)
 
 
 def json_text(value: Any) -> str:
