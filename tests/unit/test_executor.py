@@ -83,7 +83,7 @@ def test_masks_round_trip() -> None:
     memory.next(5)
     masks, offset = memory.next(3)
     masks[:] = np.arange(-6, 6, dtype=np.int32).reshape(3, 4)
-    step = records.TokenMasks([0, 2, 5], masks, memory.words, offset)
+    step = records.TokenMasks([0, 2, 5], masks, memory.file.words, offset)
     for mapped in (None, memory):
         is_shared = mapped is not None
         assert messages.decode_masks(messages.encode_masks(None, is_shared=is_shared), mapped) is None

@@ -53,7 +53,7 @@ def test_masks_are_uploaded_from_shared_and_other_memory() -> None:
         if turn % 2:
             place, offset = memory.next(len(rows))
             place[:] = values
-            step = TokenMasks(rows, place, memory.words, offset)
+            step = TokenMasks(rows, place, memory.file.words, offset)
         masks.upload(step)
         on_device, index = masks.of_rows(6)
         assert [on_device[index[row]].tolist() for row in rows] == values.tolist()

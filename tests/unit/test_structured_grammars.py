@@ -28,8 +28,7 @@ from fleetfoot.structured import compiler, processes
 from fleetfoot.structured.compiler import GrammarCompiler
 from fleetfoot.structured.grammars import MAX_CHARS, MAX_DEPTH
 from fleetfoot.structured.mask_space import MaskMemory, clear_bits
-from fleetfoot.structured.masks import TokenMasker, num_mask_processes
-from fleetfoot.structured.state import GrammarState
+from fleetfoot.structured.masks import GrammarState, TokenMasker, num_mask_processes
 from fleetfoot.structured.trial import GrammarTrial
 from fleetfoot.structured.vocabulary import VocabularySource
 from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -506,7 +505,7 @@ def test_masks_of_random_walks(
     reference = [state.matcher.deep_copy() for state in states]
     if behind is not None:
         for request in requests:
-            request.output_token_ids.extend(grammars._load_vocabulary().encode("so </think>"))
+            request.output_token_ids.extend(grammars._load_vocabulary().text.encode("so </think>"))
     num_before = len(requests[3].output_token_ids)
     for turn in range(6):
         masks, failed = masker.compute(step_of(20), requests)
@@ -539,7 +538,7 @@ def test_masks_before_the_grammar_begins(masker: TokenMasker, grammars: GrammarC
     params = StructuredOutputsParams(choice=["xy"], reasoning_end="</think>")
     states = [grammars.start(params, min_tokens=0, ignore_eos=True) for _ in range(4)]
     requests = [request_of(state, str(number)) for number, state in enumerate(states)]
-    thoughts = grammars._load_vocabulary().encode("xy so")
+    thoughts = grammars._load_vocabulary().text.encode("xy so")
     banned = np.full(-(-PADDED // 32), -1, dtype=np.int32)
     clear_bits(banned, [EOS, 2])
     for token in thoughts:

@@ -23,7 +23,7 @@ from fleetfoot.parsers.typed import argument_variants
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.grammars import after_reasoning, make_grammar
 from fleetfoot.structured.mask_space import set_only
-from fleetfoot.structured.state import ReasoningEnd
+from fleetfoot.structured.masks import ReasoningEnd
 from fleetfoot.structured.vocabulary import VocabularySource
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -399,8 +399,7 @@ def test_a_schema_that_cannot_be_compiled_is_named():
 
 def test_the_end_of_reasoning_is_forced_after_a_budget():
     """With drafts, each position has the token of its own place."""
-    reasoning = ReasoningEnd(b"</t>", lambda token_id: bytes([token_id]))
-    reasoning.limit(2, begin=[1, 2], end=list(b"</t>"))
+    reasoning = ReasoningEnd(b"</t>", {}, 2, begin=[1, 2], end=list(b"</t>"))
     assert [reasoning.forced(position) for position in range(10)] == [1, 2, None, None, *b"</t>", None, None]
     mask = np.full(4, -1, dtype=np.int32)
     set_only(mask, 95)

@@ -30,7 +30,7 @@ from fleetfoot.records.structured_outputs import as_structured_outputs
 from fleetfoot.sampling.custom_processors import describe
 from fleetfoot.sampling.request_params import request_seed
 from fleetfoot.structured.compiler import GrammarCompiler
-from fleetfoot.structured.state import GrammarState
+from fleetfoot.structured.masks import GrammarState
 from fleetfoot.utils.validation import FieldError, FieldTypeError
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ def decode_masks(message: bytes, memory: MaskMemory | None) -> TokenMasks | None
         return None
     rows, values = content
     if memory is not None:
-        return TokenMasks(rows, memory.at(values, len(rows)), memory.words, values)
+        return TokenMasks(rows, memory.at(values, len(rows)), memory.file.words, values)
     return TokenMasks(rows, np.frombuffer(values, np.int32).reshape(len(rows), -1))
 
 

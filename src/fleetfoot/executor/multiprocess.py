@@ -77,7 +77,7 @@ class MultiprocessExecutor:
             for first in range(0, self._num_workers, config.replica_size)
         ]
         self._rendezvous, self._processes = self._open(plan)
-        is_shared = masks is not None and masks.descriptor >= 0 and isinstance(self._rendezvous, RendezvousDir)
+        is_shared = masks is not None and masks.file.descriptor >= 0 and isinstance(self._rendezvous, RendezvousDir)
         self._masks = masks if is_shared else None
         # for programs that do not call shutdown; at exit another thread may still use the sockets
         weakref.finalize(self, _abandon, os.getpid(), self._processes, self._rendezvous)

@@ -96,7 +96,7 @@ class Request:
     reads_whole_prompt: bool = False
     """Whether the hidden states of all prompt tokens are read, so that none can come from a cache."""
     grammar: Any = None
-    """The state of its structured output (`fleetfoot.structured.state`); None: every token is allowed."""
+    """The state of its structured output (`fleetfoot.structured.masks`); None: every token is allowed."""
 
     kv_transfer_output: dict[str, Any] | None = None  # from the KV connector, when the request has ended
     output_token_ids: list[int] = field(default_factory=list)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fleetfoot.parsers.grammar import Rules, split_added
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.grammars import FindError, GrammarText, after_reasoning, check_size, make_grammar, refused
-from fleetfoot.structured.state import Grammar, GrammarState, ReasoningEnd
-from fleetfoot.structured.strings import new_matcher, plain_matcher
+from fleetfoot.structured.grammars import after_reasoning, make_grammar
+from fleetfoot.structured.masks import Grammar, GrammarState, ReasoningEnd
+from fleetfoot.structured.strings import new_matcher
 from fleetfoot.structured.trial import GrammarTrial
-from fleetfoot.structured.vocabulary import VocabularySource
+from fleetfoot.structured.vocabulary import VocabularySource, plain_matcher
 from fleetfoot.utils.validation import FieldError
 
 if TYPE_CHECKING:
@@ -31,15 +31,12 @@ _MAX_CACHED_CHARS = 1 << 20
 _NUM_THREADS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The tokenizer as llguidance reads it."""
+class Vocabulary(NamedTuple):
+    """A tokenizer, and how llguidance reads it."""
 
     tokenizer: Any  # as of `Grammar`
     source: VocabularySource
-    new_rules: Callable[[], Rules]  # rules with its added tokens
-    piece: Callable[[int], bytes]  # the text of a token, special ones included
-    encode: Callable[[str], list[int]]  # the tokens of a text, which may be special ones
+    text: Tokenizer
 
 
 class GrammarCompiler:
@@ -73,11 +70,8 @@ class GrammarCompiler:
         self._num_chars = 0  # of its keys
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """The grammar of a constraint. Waits for the thread that compiles it.
-
-        Raises:
-            ValueError: it cannot be compiled, within the limits and for this tokenizer; the message has the reason.
-        """
+        """The grammar of a constraint. Waits for the thread that compiles it. Raises ValueError: it cannot be compiled,
+        within the limits and for this tokenizer."""
         future = self.submit(params)
         try:
             return future.result(_PATIENCE_S)
@@ -122,20 +116,12 @@ class GrammarCompiler:
                 return self._vocabulary
             assert self._load_tokenizer is not None
             tokenizer = self._load_tokenizer()
-            backend, pieces = tokenizer.backend, tokenizer.pieces
-            source = VocabularySource(backend.to_str(), self._vocab_size, self.eos_token_ids)
+            source = VocabularySource(tokenizer.backend.to_str(), self._vocab_size, self.eos_token_ids)
             self._on_vocabulary(source)
             try:
-                read = source.read()
+                self._vocabulary = Vocabulary(source.read(), source, tokenizer)
             except Exception as error:
                 raise FieldError("structured_outputs", f"cannot be used with this tokenizer: {error}") from error
-
-            def piece(token_id: int) -> bytes:
-                text = pieces.tables[0][token_id]
-                return text if isinstance(text, bytes) else str(text).encode()
-
-            encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-            self._vocabulary = Vocabulary(read, source, _rules_of(tokenizer), piece, encode)
             return self._vocabulary
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
@@ -159,13 +145,13 @@ class GrammarCompiler:
             return str(compiled[grammar].get_error())
 
         reasoning, end, begin, most = None, params.reasoning_end, params.reasoning_begin, params.max_reasoning_tokens
-        grammar = _grammar_of(params, vocabulary.new_rules(), find_error)
+        rules, encode = _rules_of(vocabulary.text), partial(vocabulary.text.encode, add_special_tokens=False)
+        grammar = make_grammar(params, rules(), find_error)
         if end is not None and begin is not None and most is None:
-            grammar = after_reasoning(grammar, begin, end, vocabulary.new_rules())
+            grammar = after_reasoning(grammar, begin, end, rules())
         elif end is not None:
-            reasoning = ReasoningEnd(end.encode(), vocabulary.piece)
-            if most is not None:
-                reasoning.limit(most, vocabulary.encode(begin or ""), vocabulary.encode(end))
+            limit = () if most is None else (most, encode(begin or ""), encode(end))
+            reasoning = ReasoningEnd(end.encode(), vocabulary.text.pieces.tables[False], *limit)
         matcher = new_matcher(vocabulary.tokenizer, grammar, compiled.get(grammar.text))
         beginning = matcher.deep_copy()
         has_tokens = any(beginning.compute_bitmask())
@@ -174,14 +160,6 @@ class GrammarCompiler:
             error = error.replace("NoExtensionBias", "every way to begin leads nowhere")
             raise FieldError("structured_outputs", f"has no output that fits it: {error:.300}")
         return Grammar(matcher, grammar, vocabulary.tokenizer, reasoning)
-
-
-@dataclass(slots=True)
-class CheckedGrammar:
-    """What a `GrammarChecker` returns."""
-
-    is_compiled: bool = False
-    """Whether the engine has compiled it, as its client notes."""
 
 
 class GrammarChecker(GrammarCompiler):
@@ -193,22 +171,11 @@ class GrammarChecker(GrammarCompiler):
 
     def _make(self, params: StructuredOutputsParams) -> Any:
         assert self._load_tokenizer is not None and self._trial is not None
-        find_error = functools.partial(self._trial.run, timeout_s=self._timeout_s)
-        _grammar_of(params, _rules_of(self._load_tokenizer())(), find_error)
-        return CheckedGrammar()
+        find_error = partial(self._trial.run, timeout_s=self._timeout_s)
+        make_grammar(params, _rules_of(self._load_tokenizer())(), find_error)
+        return SimpleNamespace(is_compiled=False)  # by the engine, as its client notes
 
 
 def _rules_of(tokenizer: Tokenizer) -> Callable[[], Rules]:
     special_tokens, text_tokens = split_added(tokenizer.added_tokens_decoder)
-    return functools.partial(Rules, special_tokens, text_tokens=text_tokens)
-
-
-def _grammar_of(params: StructuredOutputsParams, rules: Rules, find_error: FindError) -> GrammarText:
-    """The grammar of a constraint, and of what is around it."""
-    grammar = make_grammar(params, rules, find_error)
-    if params.frame is not None:
-        check_size("frame", params.frame)
-        grammar = grammar.framed(params.frame)
-        if error := find_error(grammar.text):
-            raise refused("frame", f"cannot be compiled: {error:.500}")
-    return grammar
+    return partial(Rules, special_tokens, text_tokens=text_tokens)

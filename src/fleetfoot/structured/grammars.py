@@ -24,7 +24,6 @@ WHITESPACE = r" |\n( {0,16}|\t{0,8})"
 """Between the tokens of JSON: a space, or a line break with an indentation. Without an end, small models repeat it
 until ``max_tokens``."""
 
-_TOO_DEEP = f"is nested deeper than {MAX_DEPTH} levels"
 _MAX_ERROR = 600
 _REWORDED = (
     ("Unimplemented keys:", "keywords that are not supported:"),
@@ -71,14 +70,11 @@ class GrammarText:
 
 
 def make_grammar(params: StructuredOutputsParams, rules: Rules, find_error: FindError) -> GrammarText:
-    """The grammar of a constraint. ``rules``: none yet.
-
-    Raises:
-        ValueError: it cannot be compiled; the message names the field, the place in a schema, and the reason.
-    """
+    """The grammar of a constraint, and of what is around it. ``rules``: none yet. Raises FieldError: it cannot be
+    compiled."""
     from llguidance import regex_to_lark
 
-    for name in ("regex", "grammar"):
+    for name in ("regex", "grammar", "frame"):
         check_size(name, getattr(params, name) or "")
     if params.regex is not None:
         regex = regex_to_lark(plain_regex(params.regex), "d")  # a digit is one of ASCII, as in the patterns of schemas
@@ -94,9 +90,14 @@ def make_grammar(params: StructuredOutputsParams, rules: Rules, find_error: Find
         name, grammar = "structural_tag", GrammarText.lark(_structural_tag(tag, rules, params))
     else:
         schema = {"type": "object"} if params.json_object else _as_json("json", params.json)
-        return _schema_grammar(schema, params, find_error)
-    if error := find_error(grammar.text):
-        raise refused(name, f"cannot be compiled: {_reworded(error)}")
+        name, grammar = "", _schema_grammar(schema, params, find_error)
+    parts = [(name, grammar)] if name else []
+    if params.frame is not None:
+        grammar = grammar.framed(params.frame)
+        parts.append(("frame", grammar))
+    for name, part in parts:
+        if error := find_error(part.text):
+            raise refused(name, f"cannot be compiled: {_reworded(error)}")
     return grammar
 
 
@@ -114,18 +115,19 @@ def _as_json(name: str, value: Any) -> Any:
     try:
         text = value if isinstance(value, str) else json.dumps(value)
         check_size(name, text)
-        value = json.loads(text)
+        level = [json.loads(text)]
+        value = level[0]
+        for _ in range(MAX_DEPTH):
+            parts = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+            level = [part for some in parts for part in some]
+        if any(isinstance(one, dict | list) for one in level):
+            raise RecursionError
     except FieldError:
         raise
-    except (TypeError, ValueError, RecursionError) as error:
-        is_deep = isinstance(error, RecursionError)
-        raise refused(name, _TOO_DEEP if is_deep else f"is not JSON: {error}") from error
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        parts = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
-        level = [part for some in parts for part in some]
-    if any(isinstance(one, dict | list) for one in level):
-        raise refused(name, _TOO_DEEP)
+    except (TypeError, ValueError) as error:
+        raise refused(name, f"is not JSON: {error}") from error
+    except RecursionError as error:
+        raise refused(name, f"is nested deeper than {MAX_DEPTH} levels") from error
     return value
 
 

@@ -14,15 +14,8 @@ from fleetfoot.utils.shared_words import SharedWords
 
 
 class MaskMemory:
-    """Memory for the masks of steps, which other processes can map, and which runners may page-lock.
-
-    Pages are there once they are written, so it takes none while no request has a grammar.
-
-    Args:
-        num_words: int32 of a mask.
-        max_masks: of a step.
-        num_steps: newest steps with masks that stay unchanged: those in flight, and one more.
-    """
+    """Memory for at most ``max_masks`` masks of ``num_words`` int32 for each of the ``num_steps`` newest steps, those
+    in flight and one more. Other processes can map it, and runners may page-lock it."""
 
     def __init__(self, num_words: int, max_masks: int, num_steps: int = 1) -> None:
         self.num_words = num_words
@@ -30,29 +23,20 @@ class MaskMemory:
         self._turn = 0
 
     @cached_property
-    def _shared(self) -> SharedWords:
+    def file(self) -> SharedWords:
+        """All of it, ``[num_steps * max_masks * num_words]``."""
         return SharedWords(self._num_steps * self._max_masks * self.num_words, name="fleetfoot-masks")
-
-    @property
-    def words(self) -> np.ndarray:
-        """All of it, ``[num_steps * max_masks * num_words]`` int32."""
-        return self._shared.words
-
-    @property
-    def descriptor(self) -> int:
-        """Descriptor of its file; -1: it is in memory of this process alone."""
-        return self._shared.descriptor
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickled for a process that is spawned with it, which maps the same memory."""
-        return {**self.__dict__, "_turn": 0, "_shared": reduction.DupFd(self.descriptor)}
+        return {**self.__dict__, "_turn": 0, "file": reduction.DupFd(self.file.descriptor)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _shared=SharedWords(descriptor=state["_shared"].detach()))
+        self.__dict__.update(state, file=SharedWords(descriptor=state["file"].detach()))
 
     def at(self, offset: int, num_masks: int) -> np.ndarray:
         """What `next` has returned with this offset."""
-        masks: np.ndarray = self.words[offset : offset + num_masks * self.num_words]
+        masks: np.ndarray = self.file.words[offset : offset + num_masks * self.num_words]
         return masks.reshape(num_masks, self.num_words)
 
     def next(self, num_masks: int) -> tuple[np.ndarray, int]:

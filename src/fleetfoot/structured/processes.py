@@ -1,9 +1,7 @@
 """Processes that compute token masks beside the thread that steps, each for some of an engine's sequences.
 
-A mask takes 10 to 20 us, and threads of one process hold each other up within the library, so that eight take longer
-than one. Grammars come by a process's standard input, steps through shared memory, in which both sides look for changes
-for a moment before they block: waking up a thread takes as long as several masks. Masks are written where the runner
-reads them.
+Grammars come by a process's standard input, steps through shared memory, in which both sides look for changes for a
+moment before they block: waking up a thread takes as long as several masks, which take 10 to 20 us each.
 """
 
 from __future__ import annotations
@@ -13,9 +11,7 @@ import fcntl
 import gc
 import json
 import os
-import platform
 import select
-import subprocess
 import sys
 import threading
 import time
@@ -26,12 +22,12 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from fleetfoot.config import env
 from fleetfoot.native.loading import watch
 from fleetfoot.sampling.shape import mask_size
 from fleetfoot.structured.grammars import GrammarText
 from fleetfoot.structured.mask_space import clear_bits, fill_masks
 from fleetfoot.structured.strings import new_matcher
+from fleetfoot.structured.trial import end_children, start_child
 from fleetfoot.structured.vocabulary import VocabularySource
 from fleetfoot.utils.process import write_to
 from fleetfoot.utils.shared_words import SharedWords
@@ -51,7 +47,6 @@ _SPIN_S = 0.002  # how long a process looks for the next step before it blocks
 _SLEEP_S = 0.05  # how long it blocks at most: a step can be posted while it falls asleep
 _PIPE_BYTES = 1 << 20
 _WRAP = 1 << 31
-_SETTLE = "settle"
 
 
 class ProcessError(RuntimeError):
@@ -78,13 +73,11 @@ class _StepMemory:
 class Replica:
     """A matcher in another process, which is given back when the object is collected."""
 
-    __slots__ = ("_freed", "_ready", "grammar", "has_begun", "num_sent", "process", "slot")
-
-    def __init__(self, process: int, slot: int, grammar: int, ready: memoryview, freed: deque[int]) -> None:
+    def __init__(self, process: int, slot: int, grammar: int, ready: memoryview, free: list[int]) -> None:
         self.process, self.slot = process, slot
         self.num_sent = 0  # tokens that it has consumed, or that are posted
         self.has_begun = False  # a step has been posted for it
-        self.grammar, self._ready, self._freed = grammar, ready, freed
+        self.grammar, self._ready, self._free = grammar, ready, free
 
     @property
     def is_ready(self) -> bool:
@@ -92,7 +85,7 @@ class Replica:
         return self.has_begun or self._ready[self.grammar % _NUM_PLACES] == self.grammar
 
     def __del__(self) -> None:
-        self._freed.append(self.slot)
+        self._free.append(self.slot)
 
 
 class StepTasks:
@@ -102,16 +95,9 @@ class StepTasks:
         self.words = [array("i", [0]) for _ in range(num_processes)]  # of each process: their number, and each one
 
     def add(self, replica: Replica, place: tuple[int, int], is_reset: bool, *tokens: Sequence[int]) -> int:
-        """Add a task.
-
-        Args:
-            place: the first of the masks of the step that are written, and their number.
-            is_reset: the matcher begins again before it consumes tokens.
-            tokens: those that are consumed first; drafts; and those that the first mask does not allow, if it allows
-                others.
-
-        Returns where its tokens are among the words of its process; 0: there is no room.
-        """
+        """Add a task: write so many masks of the step from a ``place`` on. ``tokens``: those that are consumed first,
+        by a matcher that begins again if ``is_reset``; drafts; and those that the first mask does not allow, if it
+        allows others. Returns where its tokens are among the words of its process; 0: there is no room."""
         words = self.words[replica.process]
         begin, lengths = len(words) + _TASK, [len(some) for some in tokens]
         if begin + sum(lengths) > _NUM_COMMANDS:
@@ -129,21 +115,13 @@ class _Process:
     def __init__(self, masks: int) -> None:
         self.memory = _StepMemory()
         descriptors = self.memory.file.descriptor, masks
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, descriptors)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=descriptors,
-            env=env.for_child({}),
-            start_new_session=True,  # Ctrl-C in a terminal is for the engine's process alone
-        )
+        self.process = start_child(__name__, *descriptors, pass_fds=descriptors)
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # so much room that no step waits for a process that reads late
             fcntl.fcntl(self.process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self.is_done = self.memory.watch(_DONE)
         # slots without a sequence: the one used last is taken first, since a slot keeps its matcher
-        self.free = [*reversed(range(_NUM_SLOTS))]
-        self.freed: deque[int] = deque()  # slots of replicas that were collected, in any thread
+        self.free = [*reversed(range(_NUM_SLOTS))]  # replicas are collected in any thread
         self.grammars: OrderedDict[str, int] = OrderedDict()  # numbers of those that it keeps, the last used at the end
 
     def send(self, message: object) -> None:
@@ -164,11 +142,7 @@ class MaskProcesses:
     """The engine's side of ``num_processes`` processes, which start in a thread. Ended processes are not replaced.
 
     One thread at a time calls its methods; replicas may be collected in others. A step: `post`, and `wait` for each
-    process that has tasks.
-
-    Args:
-        source: of their vocabulary; None: there is no process.
-        masks: descriptor of the file that masks are written to.
+    process that has tasks. ``masks``: descriptor of the file that masks are written to.
     """
 
     def __init__(self, num_processes: int = 0, source: VocabularySource | None = None, masks: int = -1) -> None:
@@ -176,22 +150,17 @@ class MaskProcesses:
         self._processes: list[_Process] = []
         arguments = self._processes, num_processes, source, masks
         self._starting = threading.Thread(target=_start, args=arguments, name="fleetfoot-mask-processes", daemon=True)
-        self._end = weakref.finalize(self, _end, self._processes)
+        self._end = weakref.finalize(self, lambda each: end_children([one.process for one in each]), self._processes)
         if source is not None:
             self._starting.start()
 
     def open(self, grammar: GrammarText) -> Replica | None:
         """A matcher at the beginning of a grammar; None: there is no room, or no process is ready."""
-        is_ready = self._processes and all([one.memory.header[_IS_READY] for one in self._processes])
-        if not is_ready or len(grammar.text) > _MAX_GRAMMAR:
+        number, chosen = max(enumerate(self._processes), key=lambda one: len(one[1].free), default=(0, None))
+        is_ready = all([one.memory.header[_IS_READY] for one in self._processes])
+        if chosen is None or not is_ready or not chosen.free or len(grammar.text) > _MAX_GRAMMAR:
             return None
-        for one in self._processes:
-            while one.freed:
-                one.free.append(one.freed.popleft())
-        number, chosen = max(enumerate(self._processes), key=lambda one: len(one[1].free))
-        if not chosen.free:
-            return None
-        return Replica(number, chosen.free.pop(), chosen.keep(grammar), chosen.memory.ready, chosen.freed)
+        return Replica(number, chosen.free.pop(), chosen.keep(grammar), chosen.memory.ready, chosen.free)
 
     def post(self, offset: int, tasks: StepTasks) -> None:
         """Begin to compute a step. ``offset``: int32 before its masks, in the file of masks."""
@@ -224,24 +193,23 @@ class MaskProcesses:
         return one.memory.commands[: header[_NUM_FAILED]].tolist()
 
     def settle(self) -> None:
-        """Wait until all grammars are compiled that were opened."""
-        if self._starting.is_alive():
-            self._starting.join()
+        """Wait until all processes have begun, and compiled the grammars that were opened."""
+        self._join()
         for one in self._processes:
-            one.send(_SETTLE)
-            assert one.process.stdout is not None
-            one.process.stdout.readline()
+            header, ready, numbers = one.memory.header, one.memory.ready, one.grammars.values()
+            while not (header[_IS_READY] and all([ready[number % _NUM_PLACES] == number for number in numbers])):
+                if one.process.poll() is not None:
+                    break
+                time.sleep(0.001)
 
     def close(self) -> None:
         """End the processes."""
-        if self._starting.is_alive():
-            self._starting.join()
+        self._join()
         self._end()
 
-
-def is_supported() -> bool:
-    """Whether memory can be shared as it is here: writes of one process are seen by others in their order."""
-    return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
+    def _join(self) -> None:
+        if self._starting.is_alive():
+            self._starting.join()
 
 
 def _start(processes: list[_Process], num_processes: int, source: VocabularySource, masks: int) -> None:
@@ -249,14 +217,6 @@ def _start(processes: list[_Process], num_processes: int, source: VocabularySour
     for one in started:
         one.send([source.tokenizer, source.vocab_size, [*source.eos_token_ids]])
     processes.extend(started)
-
-
-def _end(processes: list[_Process]) -> None:
-    while processes:
-        process = processes.pop().process
-        process.kill()
-        with contextlib.suppress(OSError):
-            process.communicate()
 
 
 # --- the other side ---------------------------------------------------------------------------------------------------
@@ -277,7 +237,6 @@ class _Server:
         # of slots, with the numbers of their grammars, and at the beginning
         self._matchers: dict[int, tuple[Any, int, Any]] = {}
         self._grammars: dict[int, tuple[int, Any]] = {}  # by place: number, and the matcher at the beginning
-        self._threads: list[threading.Thread] = []  # that compile
 
     def run(self) -> None:
         """Serve until standard input ends."""
@@ -349,16 +308,9 @@ class _Server:
         if select.select([0], [], [], 0.0 if self._lines else seconds)[0]:
             self._read_lines()
         while self._lines:
-            message = json.loads(self._lines.popleft())
-            if message == _SETTLE:
-                for thread in self._threads:
-                    thread.join()
-                os.write(1, b"\n")
-            elif message is not None:
+            if (message := json.loads(self._lines.popleft())) is not None:
                 self._grammars[message[0] % _NUM_PLACES] = message[0], None
-                self._threads = [thread for thread in self._threads if thread.is_alive()]
-                self._threads.append(threading.Thread(target=self._compile, args=message, daemon=True))
-                self._threads[-1].start()
+                threading.Thread(target=self._compile, args=message, daemon=True).start()
 
     def _compile(self, number: int, *grammar: Any) -> None:
         matcher, place = new_matcher(self._tokenizer, GrammarText(*grammar)), number % _NUM_PLACES
@@ -377,10 +329,5 @@ class _Server:
             self._lines.extend(lines)
 
 
-def main() -> None:
-    memory, masks = (int(text) for text in sys.argv[1:])
-    _Server(_StepMemory(memory), SharedWords(descriptor=masks)).run()
-
-
 if __name__ == "__main__":
-    main()
+    _Server(_StepMemory(int(sys.argv[1])), SharedWords(descriptor=int(sys.argv[2]))).run()

@@ -12,23 +12,24 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from decimal import ROUND_FLOOR, Decimal
 from itertools import accumulate, combinations, product
 from typing import Any
 
-from fleetfoot.structured.exclusion import MAX_COMPARED, MAX_TEXT, are_disjoint, negated, other_texts
 from fleetfoot.utils.json_schema import (
     NEVER,
     NOTES,
     Resolve,
     constants,
+    kind_of,
+    kinds_of,
     mapped,
     required_names,
     resolver,
     subschemas,
     values_of,
-)
+)  # fmt: skip
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -63,10 +64,9 @@ _PATTERNS = {
     "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
 }
 """Formats that the compiler lacks or is not exact about, and for names."""
-_ASCII_FORMATS = {
-    "iri": "uri", "uri-reference": "uri", "iri-reference": "uri", "uri-template": "uri",
-    "idn-email": "email",
-}  # fmt: skip
+_ASCII_FORMATS = {"idn-email": "email"} | dict.fromkeys(
+    ("iri", "uri-reference", "iri-reference", "uri-template"), "uri"
+)
 _FORMATS = ("duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "regex", "idn-hostname")
 """Formats of the compiler, and those of JSON Schema that it has as errors. Others have no effect."""
 
@@ -99,18 +99,27 @@ _MAX_CONTAINED = 8  # items up to the first one that ``contains`` demands
 _MAX_NEGATED = 8  # options of ``oneOf`` of which some can be met together
 _MAX_DEPTH = 32
 
+_MAX_COMPARED = 1 << 16  # pairs of options, or of constants; with more, the compiler decides if they exclude each other
+_MAX_TEXT = 2000  # characters of constants, of which the others are a regular expression
+_KINDS = ("null", "boolean", "string", "number", "array", "object")
+_OPPOSITES = {  # the type that a keyword is about, the keyword of the values that it excludes, and how that differs
+    "minimum": ("number", "exclusiveMaximum", 0),
+    "maximum": ("number", "exclusiveMinimum", 0),
+    "exclusiveMinimum": ("number", "maximum", 0),
+    "exclusiveMaximum": ("number", "minimum", 0),
+    "minLength": ("string", "maxLength", -1),
+    "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1),
+    "maxItems": ("array", "minItems", 1),
+}
+_ANY = r"[\s\S]"
+_MAX_EXCLUDED_DEPTH = 8
+
 
 def simplified(schema: Mapping[str, Any], *, is_closed: bool = False, has_plain_names: bool = False) -> dict[str, Any]:
-    """A schema of supported keywords.
-
-    Args:
-        is_closed: objects have only the properties that the schema names.
-        has_plain_names: the names of other properties have no needless escapes, by which they could be those of
-            properties that the schema names. Fewer schemas can be compiled.
-
-    Raises:
-        ValueError: a number is too large to be compared.
-    """
+    """A schema of supported keywords. ``is_closed``: objects have only the properties that the schema names.
+    ``has_plain_names``: see `_with_plain_names`; fewer schemas can be compiled then. Raises ValueError: a number is too
+    large to be compared."""
     resolve = resolver(schema)
     changed: dict[str, Any] = mapped(schema, lambda part: _Schema(part, resolve, is_closed=is_closed).parts)
     return mapped(changed, _with_plain_names) if has_plain_names else changed
@@ -150,9 +159,9 @@ def _with_plain_names(schema: dict[str, Any]) -> dict[str, Any]:
     escapes, by which they could be those of named properties. If they have a schema, the pattern excludes names, which
     makes the masks of names slow."""
     additional, names = schema.get("additionalProperties", True), schema.get("properties")
-    if additional is False or not names or schema.get("patternProperties") or sum(map(len, names)) > MAX_TEXT:
+    if additional is False or not names or schema.get("patternProperties") or sum(map(len, names)) > _MAX_TEXT:
         return schema
-    pattern = "^" if additional in (True, {}) else f"^{other_texts(names)}$"
+    pattern = "^" if additional in (True, {}) else f"^{_other_texts(names)}$"
     return {**schema, "patternProperties": {pattern: additional}, "additionalProperties": False}
 
 
@@ -179,8 +188,8 @@ def _below(number: float, *, is_integer: bool) -> float:
 def _inexact(value: Any) -> int | float | None:
     """A number within a constant that is another one as a float; None: there is none."""
     if isinstance(value, dict | list):
-        parts = value.values() if isinstance(value, dict) else value
-        return next((found for part in parts if (found := _inexact(part)) is not None), None)
+        parts = map(_inexact, value.values() if isinstance(value, dict) else value)
+        return next((found for found in parts if found is not None), None)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return None if abs(value) < _MAX_CONSTANT and float(value) == value else value
@@ -212,7 +221,7 @@ class _Schema:
         self._dependencies()
         self._names()
         self._counts()
-        self._set()
+        self._sets()
         self._contains()
         self._one_of()
         self._conditions()
@@ -224,8 +233,12 @@ class _Schema:
         others = self.parts.get("allOf", [])
         self.parts["allOf"] = [*(others if isinstance(others, list) else [others]), part]
 
-    def _count(self, keyword: str, default: int) -> int:
-        return _count(self.parts, keyword, default)
+    def _set(self, keyword: str, value: Any) -> None:
+        """Demand a keyword, whose place may be taken."""
+        if keyword in self.parts:
+            self._add({keyword: value})
+        else:
+            self.parts[keyword] = value
 
     def _unevaluated(self) -> None:
         """Without other schemas of the same value, or with those that name their properties, what is not evaluated is
@@ -283,10 +296,8 @@ class _Schema:
         del self.parts["format"]
         if name in _ASCII_FORMATS:
             self.parts["format"] = _ASCII_FORMATS[name]
-        elif name in _PATTERNS and "pattern" in self.parts:
-            self._add({"pattern": _PATTERNS[name]})
         elif name in _PATTERNS:
-            self.parts["pattern"] = _PATTERNS[name]
+            self._set("pattern", _PATTERNS[name])
 
     def _dependencies(self) -> None:
         """What the presence of a property demands: it is absent, or that is met."""
@@ -306,14 +317,19 @@ class _Schema:
         if not isinstance(names, dict) or not isinstance(properties, dict) or "patternProperties" in parts:
             return
         demands = names.keys() - NOTES - {"type"}
+        pattern = names.get("pattern") if demands == {"pattern"} else None
+        if demands == {"format"}:
+            pattern = _PATTERNS.get(str(names["format"]))
+        elif demands and demands <= {"minLength", "maxLength"}:
+            pattern = f"^{_ANY}{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
         if names.get("type", "string") != "string":
             return
         if demands in ({"enum"}, {"const"}):
             allowed = [value for value in constants(names) or () if isinstance(value, str)]
             forbidden = {name: NEVER for name in properties if name not in allowed}
             parts["properties"] = {**{name: properties.get(name, other) for name in allowed}, **forbidden}
-        elif not properties and (pattern := _pattern_of(names, demands)) is not None:
-            parts["patternProperties"] = {pattern: other}
+        elif pattern is not None and not properties:
+            parts["patternProperties"] = {str(pattern): other}
         else:
             return
         del parts["propertyNames"]
@@ -326,7 +342,7 @@ class _Schema:
         _check_optional(parts)
         required = set(required_names(parts))
         is_closed = parts.get("additionalProperties") is False and not parts.get("patternProperties")
-        fewest = self._count("minProperties", 0) - len(required)
+        fewest = _count(self.parts, "minProperties", 0) - len(required)
         if not is_closed and fewest > 1:
             raise ValueError(
                 f"minProperties is {parts['minProperties']}, and {len(required)} properties are required; it can be "
@@ -335,7 +351,7 @@ class _Schema:
         if not is_closed or not isinstance(properties, dict) or not required < set(properties):
             return
         optional = [name for name in properties if name not in required]
-        least, most = max(fewest, 0), self._count("maxProperties", len(properties)) - len(required)
+        least, most = max(fewest, 0), _count(self.parts, "maxProperties", len(properties)) - len(required)
         if max(math.comb(len(optional), least), math.comb(len(optional), max(most, 0))) > _MAX_SET:
             return
         if parts.pop("minProperties", None) is not None and least:
@@ -344,7 +360,7 @@ class _Schema:
             excluded = combinations(optional, len(optional) - most)
             self._add({"anyOf": [{"properties": {name: NEVER for name in chosen}} for chosen in excluded]})
 
-    def _set(self) -> None:
+    def _sets(self) -> None:
         """``uniqueItems`` of a few values: their subsets, each in the order of the values."""
         parts = self.parts
         if parts.get("maxItems") in (0, 1):
@@ -363,7 +379,7 @@ class _Schema:
         last = {"allOf": [item, parts.pop("contains")]}
         options = [
             {"type": "array", "prefixItems": [*[item] * size, last], "items": item, "minItems": size + 1}
-            for size in range(min(self._count("maxItems", _MAX_CONTAINED), _MAX_CONTAINED))
+            for size in range(min(_count(self.parts, "maxItems", _MAX_CONTAINED), _MAX_CONTAINED))
         ]
         parts.pop("minContains", None)
         self._add({"anyOf": options} if options else NEVER)
@@ -371,27 +387,24 @@ class _Schema:
     def _one_of(self) -> None:
         """Options of which no two are met are those of ``anyOf``."""
         options = self.parts.get("oneOf")
-        if not isinstance(options, list) or len(options) ** 2 > MAX_COMPARED:
+        if not isinstance(options, list) or len(options) ** 2 > _MAX_COMPARED:
             return
-        if not all(are_disjoint(one, other, self._resolve) for one, other in combinations(options, 2)):
+        if not all(_are_disjoint(one, other, self._resolve) for one, other in combinations(options, 2)):
             is_small = len(options) <= _MAX_NEGATED
-            others = [negated(option, self._resolve) for option in options] if is_small else [None]
+            others = [_negated(option, self._resolve) for option in options] if is_small else [None]
             if None in others:
                 return
             options = [{"allOf": [one, *others[:at], *others[at + 1 :]]} for at, one in enumerate(options)]
         del self.parts["oneOf"]
-        if "anyOf" in self.parts:
-            self._add({"anyOf": options})
-        else:
-            self.parts["anyOf"] = options
+        self._set("anyOf", options)
 
     def _conditions(self) -> None:
         """``not`` and ``if`` by what does not fit them."""
         parts = self.parts
-        if "not" in parts and (other := negated(parts["not"], self._resolve)) is not None:
+        if "not" in parts and (other := _negated(parts["not"], self._resolve)) is not None:
             del parts["not"]
             self._add(other)
-        if "if" in parts and (other := negated(parts["if"], self._resolve)) is not None:
+        if "if" in parts and (other := _negated(parts["if"], self._resolve)) is not None:
             options = [parts.pop("if"), parts.pop("then", True)], [other, parts.pop("else", True)]
             self._add({"anyOf": [{"allOf": [part for part in option if part is not True]} for option in options]})
 
@@ -444,10 +457,139 @@ def _evaluated(schema: Any, resolve: Resolve, depth: int = 0) -> list[str] | Non
     return names
 
 
-def _pattern_of(names: Mapping[str, Any], demands: set[str]) -> str | None:
-    """The pattern that is all that a schema demands of strings; None: it demands other things."""
-    if demands == {"pattern"}:
-        return str(names["pattern"])
-    if demands and demands <= {"minLength", "maxLength"}:
-        return rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
-    return _PATTERNS.get(str(names["format"])) if demands == {"format"} else None
+# --- what a schema does not take --------------------------------------------------------------------------------------
+
+
+def _negated(schema: Any, resolve: Resolve, depth: int = 0) -> Any:
+    """A schema that takes no value of another one; None: there is none. It may leave out values."""
+    schema = resolve(schema)
+    if isinstance(schema, bool):
+        return NEVER if schema else {}
+    if not isinstance(schema, Mapping) or depth > _MAX_EXCLUDED_DEPTH:
+        return None
+    if depth == 0 and schema.get("type") == "integer":  # of numbers, none are left out but within others
+        return None
+
+    def negate(part: Any) -> Any:
+        return _negated(part, resolve, depth + 1)
+
+    try:
+        options = [_negated_keyword(name, value, negate) for name, value in schema.items() if name not in NOTES]
+    except (TypeError, AttributeError):  # it is invalid; the compiler has the reason
+        return None
+    return _any_of(options)
+
+
+def _any_of(options: list[Any]) -> Any:
+    """One of some schemas, if there is each."""
+    if None in options:
+        return None
+    options = [option for option in options if option != NEVER]
+    return {"anyOf": options} if len(options) > 1 else options[0] if options else NEVER
+
+
+def _negated_keyword(keyword: str, value: Any, negate: Callable[[Any], Any]) -> Any:
+    """What does not fit one keyword; None: there is no schema for it."""
+    match keyword:
+        case "not":
+            return value
+        case "const" | "enum":
+            return _other_values([value] if keyword == "const" else value)
+        case "type":
+            kinds = kinds_of({"type": value})
+            return None if kinds is None else _other_kinds(kinds)
+        case "required":
+            return _any_of([{"type": "object", "properties": {name: NEVER}} for name in value])
+        case "properties":
+            parts = [(name, negate(part)) for name, part in value.items()]
+            ones = [(name, part) for name, part in parts if part != NEVER]
+            objects = [{"type": "object", "properties": {name: part}, "required": [name]} for name, part in ones]
+            return None if (None in dict(parts).values()) else _any_of(objects)
+        case "anyOf":
+            found = [negate(part) for part in value]
+            return None if None in found else {"allOf": found}
+        case "allOf":
+            return _any_of([negate(part) for part in value])
+        case "additionalProperties" if value in (True, {}):
+            return NEVER
+    if keyword not in _OPPOSITES or type(value) not in (int, float):
+        return None
+    kind, opposite, step = _OPPOSITES[keyword]
+    return {"type": kind, opposite: value + step} if not step or value + step >= 0 else NEVER
+
+
+def _other_kinds(kinds: Collection[str]) -> Any:
+    others = [kind for kind in _KINDS if kind not in kinds]
+    return {"type": others} if others else NEVER
+
+
+def _other_values(values: list[Any]) -> Any:
+    """All values but these, and no objects or lists if there is one of them."""
+    options = [_other_kinds({kind_of(value) for value in values})]
+    flags = [value for value in values if isinstance(value, bool)]
+    options += [{"const": flag} for flag in (True, False) if flags and flag not in flags]
+    texts = list(dict.fromkeys(value for value in values if isinstance(value, str)))
+    if sum(map(len, texts)) > _MAX_TEXT:
+        return None
+    if texts:
+        options.append({"type": "string", "pattern": f"^{_other_texts(texts)}$"})
+    numbers = sorted({value for value in values if kind_of(value) == "number"})
+    for above, below in zip([None, *numbers], [*numbers, None], strict=True) if numbers else ():
+        bounds = {"exclusiveMinimum": above, "exclusiveMaximum": below}
+        options.append({"type": "number"} | {name: bound for name, bound in bounds.items() if bound is not None})
+    return _any_of(options)
+
+
+def _other_texts(texts: Collection[str]) -> str:
+    """A regular expression of all texts but these."""
+    first = {text[0]: [other[1:] for other in texts if other[:1] == text[0]] for text in texts if text}
+    options = [] if "" in texts else [""]
+    options += [f"{_character(letter)}{_other_texts(rests)}" for letter, rests in first.items()]
+    others = f"[^{''.join(map(_character, first))}]" if first else _ANY
+    options.append(f"{others}{_ANY}*")
+    return f"({'|'.join(options)})"
+
+
+def _character(letter: str) -> str:
+    return letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}"
+
+
+def _are_disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> bool:
+    """Whether no value is valid under both of two schemas, as far as types, constants, patterns and properties show."""
+    one, other = resolve(one), resolve(other)
+    if one is False or other is False:
+        return True
+    if not isinstance(one, dict) or not isinstance(other, dict) or depth > _MAX_EXCLUDED_DEPTH:
+        return False
+    values, others = constants(one), constants(other)
+    if values is not None and others is not None:
+        is_small = len(values) * len(others) <= _MAX_COMPARED
+        return is_small and not any(value == another for value in values for another in others)
+    for listed, pattern in ((values, other.get("pattern")), (others, one.get("pattern"))):
+        if listed is not None and isinstance(pattern, str) and not any(_may_fit(value, pattern) for value in listed):
+            return True
+    kinds, other_kinds = kinds_of(one), kinds_of(other)
+    if kinds is None or other_kinds is None:
+        return False
+    if not kinds & other_kinds:
+        return True
+    return kinds == other_kinds == {"object"} and any(
+        _are_disjoint(_property(one, name), _property(other, name), resolve, depth + 1)
+        for name in {*required_names(one), *required_names(other)}
+    )
+
+
+def _may_fit(value: Any, pattern: str) -> bool:
+    """Whether a value fits a pattern, as far as it can be evaluated here."""
+    try:
+        return not isinstance(value, str) or re.search(pattern, value, re.ASCII) is not None
+    except (re.error, OverflowError, RecursionError):
+        return True
+
+
+def _property(schema: Mapping[str, Any], name: str) -> Any:
+    """What a schema demands of a property, without what patterns of names do."""
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and name in properties:
+        return properties[name]
+    return {} if schema.get("patternProperties") else schema.get("additionalProperties", {})

@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from fleetfoot.config import env
 from fleetfoot.utils.process import write_to
@@ -31,32 +32,22 @@ class GrammarTrial:
 
     def __init__(self) -> None:
         self._idle: list[subprocess.Popen[bytes]] = []
-        weakref.finalize(self, _end, self._idle)
+        self.close = weakref.finalize(self, end_children, self._idle)
+        """End the idle processes."""
 
     def run(self, grammar: str, timeout_s: float) -> str:
         """Compile a grammar, without a vocabulary, in at most ``timeout_s`` seconds of a core. Returns the error that
-        the compiler finds; empty: there is none.
-
-        Raises:
-            ValueError: it exceeds the limits.
-        """
+        the compiler finds; empty: there is none. Raises ValueError: it exceeds the limits."""
         process = None
         with contextlib.suppress(IndexError):
             process = self._idle.pop()
         if process is None or process.poll() is not None:
-            process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=env.for_child({}),
-                start_new_session=True,  # Ctrl-C in a terminal is for this process alone
-            )
+            process = start_child(__name__, stderr=subprocess.DEVNULL)
         assert process.stdout is not None
         write_to(process, json.dumps([grammar, max(timeout_s, _SHORTEST_S)]).encode() + b"\n")
         reply = process.stdout.readline() if select.select([process.stdout], [], [], _PATIENCE_S)[0] else b""
         if not reply:  # it has ended, or is too slow
-            _end([process])
+            end_children([process])
             raise ValueError(
                 f"structured_outputs cannot be compiled in {timeout_s:g} seconds of a core, with {_MAX_MEMORY >> 30} "
                 "GiB, and within the depth of recursion; simplify it"
@@ -64,12 +55,15 @@ class GrammarTrial:
         self._idle.append(process)
         return str(json.loads(reply))
 
-    def close(self) -> None:
-        """End the idle processes; `run` starts new ones."""
-        _end(self._idle)
+
+def start_child(module: str, *arguments: int, **options: Any) -> subprocess.Popen[bytes]:
+    """A process that runs a module. ``options``: of `subprocess.Popen`."""
+    words, pipe = [sys.executable, "-m", module, *map(str, arguments)], subprocess.PIPE
+    # in a session of its own: Ctrl-C in a terminal is for this process alone
+    return subprocess.Popen(words, stdin=pipe, stdout=pipe, env=env.for_child({}), start_new_session=True, **options)
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+def end_children(processes: list[subprocess.Popen[bytes]]) -> None:
     while processes:
         process = processes.pop()
         process.kill()

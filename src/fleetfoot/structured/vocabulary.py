@@ -23,6 +23,9 @@ _MOST_ENCODED = 512
 token."""
 
 
+_MAX_ITEMS = 8000  # of a parser's row: an object has four for each property that is not required
+
+
 @dataclass(frozen=True, slots=True)
 class VocabularySource:
     """What a process makes an `llguidance.LLTokenizer` of."""
@@ -69,6 +72,13 @@ def make_tokenizer(
 
     vocabulary = Vocabulary(eos_token_id=ends[0], bos_token_id=None, tokens=tokens, special_token_ids=special)
     return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(ends), slices=[])
+
+
+def plain_matcher(tokenizer: Any, text: str) -> Any:
+    """An `llguidance.LLMatcher` at the beginning, or with an error. ``tokenizer``: an `llguidance.LLTokenizer`."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(max_items_in_row=_MAX_ITEMS))
 
 
 def token_texts(backend: tokenizers.Tokenizer) -> Mapping[int, bytes]:
