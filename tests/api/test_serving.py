@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.cli.main import main
 from tests.helpers import zygote
+from tests.helpers.processes import Watched
 from tests.helpers.server import RunningServer
 
 BODY = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
@@ -158,7 +159,9 @@ def test_api_servers_that_are_killed_are_replaced(pool: ThreadPoolExecutor) -> N
         with pytest.raises(httpx.HTTPError):
             streams[first].result()
         assert text_of(streams[second].result()) == expected
-        os.kill(second, signal.SIGKILL)
+        killed = Watched([second])
+        killed.kill(second)
+        killed.wait()  # until then it may still be passed a connection, which ends with it
         assert generate(server.url, 300).json()["choices"][0]["text"] == expected
         assert server.stop() == 0
     assert sum("is started again" in line for line in server.log) == 2

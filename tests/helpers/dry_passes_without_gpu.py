@@ -49,7 +49,6 @@ from fleetfoot.records.kv_layout import ONE_GROUP, KVLayout, kv_cache_specs, mak
 from fleetfoot.records.request import Request  # noqa: E402
 from fleetfoot.records.sampling_params import SamplingParams  # noqa: E402
 from fleetfoot.records.step import NewRequest, SchedulerOutput  # noqa: E402
-from fleetfoot.runner.base import SampledTokenSync  # noqa: E402
 from fleetfoot.runner.graphs import CaptureTable  # noqa: E402
 from fleetfoot.runner.v2.runner import ModelRunnerV2  # noqa: E402
 from fleetfoot.sampling.shape import LIST_CAPACITY  # noqa: E402
@@ -348,6 +347,7 @@ def random_steps(runner: ModelRunnerV2, rng: random.Random) -> Iterator[Schedule
             num_drafts=drafts if num_decodes else 0,
             num_to_propose=rng.choice((0, num_drafts)) if num_sampled else 0,
             longest_decode=rng.choice((1, 100, 9000)) if num_decodes else 0,
+            awaited_step=number - 1,
             structured=[0] if num_sampled and rng.random() < 0.2 else [],
         )
         finished = [(each.request_id, each.row) for each in new]
@@ -358,7 +358,7 @@ def launch(runner: ModelRunnerV2, steps: Iterator[SchedulerOutput]) -> None:
     instead = instead_of_launching.set(launch_nothing)
     no_gather = patch.object(groups, "_all_gather", lambda *_, **__: None)
     no_reduce = patch.object(groups.dist, "all_reduce", lambda *_, **__: None)
-    no_tokens = patch.object(SampledTokenSync, "receive", lambda *_: None)
+    no_tokens = patch.object(runner._token_sync, "_receive", torch.Tensor.zero_)
     no_stage = patch.object(type(runner._pipeline), "receive", type(runner._pipeline).buffers)
     with torch.inference_mode(), ZeroedTorch(), no_gather, no_reduce, no_tokens, no_stage:
         for _, tensor in tensors_of(runner):

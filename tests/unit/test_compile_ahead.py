@@ -263,16 +263,6 @@ def test_an_unknown_triton_launches_itself(version: str, monkeypatch: pytest.Mon
 
 
 @compiled
-def test_direct_launches_are_those_of_triton(tmp_path: Path) -> None:
-    command = ("-m", "tests.helpers.launches_without_gpu")
-    report = json.loads(run_python(*command, is_forked=True, TRITON_CACHE_DIR=str(tmp_path)))
-    assert min(report.pop("kernels"), report["launches"] // 3) > 15
-    assert report.pop("equal") == [True] * 6
-    num = report.pop("launches")
-    assert report == {"by_triton": [0, num, num, 0], "observed": 2 * num}  # hooks see every launch
-
-
-@compiled
 @pytest.mark.parametrize("part", range(2))
 def test_dry_passes_of_every_kind_of_engine_are_dry_and_complete(part: int) -> None:
     """They read and write nothing, request the kernels that random steps launch, and import nothing large."""
