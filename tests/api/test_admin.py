@@ -121,7 +121,8 @@ def test_weights_and_settings(engine: RunningServer, admin: httpx.Client, text: 
     assert admin.post("/update_weights", json={"weights_path": path}).json()["weight_version"] == 2
     assert generate(engine).json()["choices"][0]["text"] == text
     assert admin.post("/reset_prefix_cache?reset_running_requests=true").status_code == 200
-    assert admin.post("/collective_rpc", json={"method": "weight_checksums"}).json()["results"]
+    assert admin.post("/collective_rpc", json={"method": "weight_checksums", "args": [[name]]}).json()["results"]
+    assert admin.post("/collective_rpc", json={"method": "compiled_kernels"}).json()["results"] == [[0, 0]]
     assert generate(engine, logprobs=3).status_code == 200
     admin.post("/update_config", json={"overrides": {"max_logprobs": 2}}).raise_for_status()
     refused = {generate(engine, logprobs=3).status_code for _ in range(6)}  # of both API servers
@@ -142,19 +143,43 @@ def test_weights_and_settings(engine: RunningServer, admin: httpx.Client, text: 
         ("/update_weights", {"update_info": {"nonsense": 1}}, 400, None),
         ("/update_weights", {"weights_path": "/nothing"}, 400, None),
         ("/update_weights", {"patches": [{"name": "x", "indices": [0], "values": [1.0]}]}, 400, None),
-        ("/update_config", {"overrides": {"dtype": "float16"}}, 400, None),
+        ("/update_weights", {"update_info": {}}, 400, "update_info.names"),
+        ("/update_weights", {"update_info": {"names": "x"}}, 400, "update_info.names"),
+        ("/update_weights", {"update_info": {"names": ["x"], "shapes": [[1.5]]}}, 400, "update_info.shapes"),
+        ("/update_weights", {"patches": [{"name": 1, "indices": [0], "values": [1]}]}, 400, "patches[0].name"),
+        ("/update_weights", {"patches": [{"name": "x", "indices": "a", "values": [1]}]}, 400, "patches[0].indices"),
+        ("/update_weights", {"patches": [{"name": "x", "indices": [0], "values": [{}]}]}, 400, "patches[0].values"),
+        ("/update_weights", {"patches": [{"name": "x", "indices": [0], "values": [1], "shape": 1}]}, 400,
+         "patches[0].shape"),
+        ("/init_weight_transfer", {}, 400, "init_info"),
+        ("/init_weight_transfer", {"init_info": {}}, 400, "init_info.master_address"),
+        ("/init_weight_transfer", {"init_info": {"master_address": 3}}, 400, "init_info.master_address"),
+        ("/init_weight_transfer", {"init_info": {"master_address": "a", "master_port": 9, "world_size": 2**40}}, 400,
+         "init_info.world_size"),
+        ("/update_config", {"overrides": {"dtype": "float16"}}, 400, "overrides.dtype"),
+        ("/update_config", {"overrides": {"max_logprobs": "x"}}, 400, "overrides.max_logprobs"),
+        ("/start_weight_update", {"mode": "x"}, 400, "mode"),
         ("/finish_weight_update", None, 400, None),
         ("/start_profile", None, 400, None),
         ("/collective_rpc", {"method": "nonsense"}, 400, "method"),
         ("/collective_rpc", {"method": "shutdown"}, 400, "method"),
+        ("/collective_rpc", {"method": "call_weights", "args": ["stage_saved", "/tmp", []]}, 400, "method"),
+        ("/collective_rpc", {"method": "compiled_kernels", "args": [1]}, 400, "args"),
+        ("/collective_rpc", {"method": "sleep", "args": [1, "keep", 3]}, 400, "args"),
+        ("/collective_rpc", {"method": "sleep", "args": [1], "kwargs": {"level": 1}}, 400, "kwargs.level"),
+        ("/collective_rpc", {"method": "sleep", "kwargs": {"depth": 1}}, 400, "kwargs.depth"),
+        ("/collective_rpc", {"method": "reload_weights", "args": [1]}, 400, "kwargs.weights"),
+        ("/collective_rpc", {"method": "update_config", "kwargs": {"overrides": 1}}, 400, "kwargs.overrides"),
         ("/resume", [], 400, None),
     ],
-)
+    ids=str,
+)  # fmt: skip
 def test_refusals(admin: httpx.Client, path: str, body: Any, status: int, param: str | None) -> None:
     response = admin.post(path, json=body) if body is not None else admin.post(path)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param or error["param"]), error
-    assert error["message"] and admin.get("/is_paused").json()["is_paused"] is False
+    assert error["message"] and "argument" not in error["message"]
+    assert admin.get("/is_paused").json()["is_paused"] is False
 
 
 @pytest.mark.parametrize(

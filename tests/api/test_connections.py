@@ -118,6 +118,26 @@ def test_headers_that_are_too_large(headers: bytes, message: str) -> None:
     assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["error"]["message"] == message
 
 
+@pytest.mark.parametrize(
+    ("request_bytes", "reason"),
+    [
+        (POST + b"Content-Length: x\r\n\r\n", "Invalid character in Content-Length"),
+        (POST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n", "Duplicate Content-Length"),
+        (CHUNKED + b"zz\r\n", "Invalid character in chunk size"),
+        (b"GET /a b HTTP/1.1\r\n", "Expected HTTP/"),
+        (b"FOO / HTTP/1.1\r\n", "Invalid method"),
+        (b"GET / HTTP/1.1\r\nHo st: a\r\n", "Invalid header token"),
+        (b"\x16\x03\x01\x02\x00\x01", "begins with TLS"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "begins with HTTP/2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_http_has_its_reason(request_bytes: bytes, reason: str) -> None:
+    answer = converse(sends(request_bytes))
+    assert b"400 Bad Request" in answer
+    assert reason in json.loads(answer.rpartition(b"\r\n\r\n")[2])["error"]["message"]
+
+
 def test_requests_in_a_row() -> None:
     one, last = (
         b"Content-Encoding:identity \t\r\nContent-Length: 3\r\n\r\n{ }",

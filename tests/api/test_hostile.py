@@ -42,6 +42,49 @@ def test_a_body_that_is_not_json(client: httpx.Client, name: str) -> None:
     assert client.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", b'{"prompt": "\\ud800"}', "prompt"),
+        ("/v1/completions", b'{"stop": ["\\\\ud800", "\\ud83d\\ude00", "x\\udc00y"], "prompt": "a"}', "stop[2]"),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{}, {"content": [{"text": "\\ud83d\\n"}]}]}',
+            "messages[1].content[0].text",
+        ),
+        ("/v1/responses", b'{"a\\"b": [1, {}], "metadata": {"c": "\\udfff"}}', "metadata.c"),
+        ("/v1/completions", b'{"user": "x", "\\ud800": 1}', None),
+        ("/v1/completions", b'{"prompt": [' + b'"a", ' * 2000 + b'"\\ud800"]}', "prompt[2000]"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_half_a_character_is_named(client: httpx.Client, path: str, body: bytes, param: str | None) -> None:
+    response = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == param
+    assert f"{param or 'the body'} has \\ud" in error["message"] and "half of a character" in error["message"]
+
+
+@pytest.mark.parametrize(("depth", "status"), [(256, 200), (257, 400), (3000, 400)])
+def test_arguments_that_are_too_deep_are_named(client: httpx.Client, depth: int, status: int) -> None:
+    call = {"name": "f", "arguments": '{"a":' * depth + "1" + "}" * depth}
+    messages = [
+        *CHAT["messages"],
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
+    ]
+    items = [
+        {"type": "function_call", "call_id": "1", **call},
+        {"type": "function_call_output", "call_id": "1", "output": ""},
+    ]
+    chat = client.post("/v1/chat/completions", json={**CHAT, "messages": messages})
+    response = client.post("/v1/responses", json={"input": items, "max_output_tokens": 1})
+    assert (chat.status_code, response.status_code) == (status, status)
+    if status == 400:
+        for answer, place in ((chat, "messages[1].tool_calls[0].function.arguments"), (response, "input[0].arguments")):
+            assert answer.json()["error"]["param"] == place
+            assert answer.json()["error"]["message"].endswith("is nested deeper than 256 levels, which is the limit")
+
+
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     *((field, {**PROMPT, field: BIG}) for field in ("n", "seed", "logprobs", "prompt_logprobs", "priority")),
     *((field, {**PROMPT, field: -7}) for field in ("max_tokens", "n", "top_k", "min_tokens", "truncate_prompt_tokens")),

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from fleetfoot.utils.validation import unknown_keyword
+from fleetfoot.utils.validation import FieldError, FieldTypeError, unknown_keyword
 
 
 class ConfigError(ValueError):
@@ -138,20 +138,21 @@ def check_fields(settings: Any, prefix: str = "") -> None:
         if "record" in item.metadata or (value is None and annotation.endswith("None")):
             continue
         if choices is not None and value not in choices:
-            raise ValueError(f"{name} is {value!r}; it can be {', '.join(choices)}")
+            raise FieldError(name, f"is {value!r}; it can be {', '.join(choices)}", value)
         kind, words = _KINDS.get(annotation.removesuffix(" | None"), (str, "a string that is not empty"))
         is_right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not prefix:
             if not is_right:
-                raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be {annotation}")
+                raise FieldTypeError(name, f"is {value!r}, a {type(value).__name__}; it must be {annotation}", value)
             if isinstance(value, float) and not math.isfinite(value):
-                raise TypeError(f"{name} is {value!r}; it must be a finite number")
+                raise FieldTypeError(name, f"is {value!r}; it must be a finite number", value)
         elif bounds is None and (not is_right or (value == "" and annotation.endswith("None"))):
-            raise (TypeError if kind in (str, Mapping) else ValueError)(f"{name} is {value!r}; it must be {words}")
+            error = FieldTypeError if kind in (str, Mapping) else FieldError
+            raise error(name, f"is {value!r}; it must be {words}", value)
         if bounds is not None and not (is_right and bounds.least <= value <= bounds.most):
-            raise ValueError(f"{name} is {value!r}; it must {bounds.words}")
+            raise FieldError(name, f"is {value!r}; it must {bounds.words}", value)
         if value == "" and "if_empty" in item.metadata:
-            raise ValueError(f"{name} is an empty string; {item.metadata['if_empty']}")
+            raise FieldError(name, f"is an empty string; {item.metadata['if_empty']}", value)
 
 
 class JSONSettings:

@@ -327,6 +327,9 @@ _UPDATE = EngineCall("held", changes=True, is_update=True, is_for_all_ranks=True
 _TRAINER = EngineCall("held", "none", changes=True, is_for_all_ranks=True)
 _LOOK = EngineCall("held", is_for_all_ranks=True)
 
+WORKER_CALLS = ("balance_report", "compiled_kernels")
+"""Methods of a worker that clients in other processes may call; none has arguments, or changes anything."""
+
 CALLS: Mapping[str, EngineCall] = {
     "pause_generation": _CHANGE,
     "resume_generation": _CHANGE,
@@ -359,3 +362,6 @@ CALLS: Mapping[str, EngineCall] = {
 }
 """By name. ``held`` calls are methods of `EngineCalls`, but ``bring_to``, by which a group makes its engines alike; the
 others are methods of `fleetfoot.engine.remote_calls.RemoteCalls` or of `LLMEngine`."""
+
+RPC_METHODS = (*WORKER_CALLS, *(name for name, call in CALLS.items() if call.is_for_all_ranks))
+"""What ``collective_rpc`` of clients in other processes may name."""

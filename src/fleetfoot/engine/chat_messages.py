@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fleetfoot.parsers.completion import completion
-from fleetfoot.utils.validation import FieldError, FieldTypeError, shown
+from fleetfoot.utils.validation import FieldError, FieldTypeError, is_deeper, shown
 
 _DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
 _RESULT_ARGUMENTS = ("tokenize", "return_dict", "return_tensors", "tokenizer_kwargs", "padding", "truncation")
@@ -15,8 +15,9 @@ _NO_VARIABLES = ("chat_template", "messages", "conversation", "self", "max_lengt
 """Names that ``chat_template_kwargs`` cannot have: the other arguments of `Tokenizer.apply_chat_template`."""
 
 
-MAX_ARGUMENT_VALUES = 1 << 16
-"""Commas and brackets in the arguments of a call that come back in a message: they are read at once."""
+MAX_ARGUMENT_VALUES, MAX_ARGUMENT_DEPTH = 1 << 16, 256
+"""Commas and brackets in the arguments of a call that come back in a message, which are read at once; and brackets in
+each other."""
 
 
 def read_conversation(messages: Any) -> Any:
@@ -59,23 +60,31 @@ def _read_call(where: str, call: Any) -> dict[str, Any]:
             f"{where}.function", f"is {shown(function)}; it must be an object with a name and arguments", function
         )
     arguments = function.get("arguments")
-    if isinstance(arguments, str) and (most := sum(map(arguments.count, "[{,"))) > MAX_ARGUMENT_VALUES:
+    arguments = read_arguments(f"{where}.function.arguments", arguments)
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def read_arguments(where: str, given: Any) -> Mapping[str, Any]:
+    """The arguments of a call, which may be cut. Raises FieldError."""
+    arguments = given
+    if isinstance(given, str) and (most := sum(map(given.count, "[{,"))) > MAX_ARGUMENT_VALUES:
         raise FieldError(
-            f"{where}.function.arguments",
-            f"has up to {most:,} lists, objects and values; the limit is {MAX_ARGUMENT_VALUES:,}",
-            arguments,
+            where, f"has up to {most:,} lists, objects and values; the limit is {MAX_ARGUMENT_VALUES:,}", given
         )
-    if isinstance(arguments, str) and arguments.strip():
-        try:
-            arguments = json.loads(arguments + completion(arguments))
-        except (ValueError, RecursionError) as error:
-            raise FieldError(f"{where}.function.arguments", f"is not JSON: {error}") from None
+    try:
+        if isinstance(given, str) and given.strip():
+            arguments = json.loads(given + completion(given))
+        is_deep = is_deeper(arguments, MAX_ARGUMENT_DEPTH)
+    except RecursionError:
+        is_deep = True
+    except ValueError as error:
+        raise FieldError(where, f"is not JSON: {error}", given) from None
+    if is_deep:
+        raise FieldError(where, f"is nested deeper than {MAX_ARGUMENT_DEPTH} levels, which is the limit", given)
     arguments = arguments or {}
     if not isinstance(arguments, Mapping):
-        raise FieldError(
-            f"{where}.function.arguments", f"is {shown(arguments)}; it must be the text of a JSON object", arguments
-        )
-    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+        raise FieldError(where, f"is {shown(arguments)}; it must be the text of a JSON object", given)
+    return arguments
 
 
 def template_variables(given: dict[str, Any], variables: object) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.records.step import EngineOutput
+from fleetfoot.utils.validation import FieldError
 
 HoldMode = Literal["drain", "wait", "keep", "abort"]
 """What happens to unfinished requests before the loop is held.
@@ -36,7 +37,7 @@ class Hold:
         self, function: Callable[[], Any], mode: str = "drain", on_done: Callable[[Hold], object] = lambda hold: None
     ) -> None:
         if mode not in HOLD_MODES:
-            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(HOLD_MODES)}")
+            raise FieldError("mode", f"is {mode!r}; it must be one of {', '.join(HOLD_MODES)}", mode)
         self.mode = mode
         self.is_done = False
         self._function, self._on_done = function, on_done

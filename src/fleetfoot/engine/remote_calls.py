@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from fleetfoot.engine.calls import CALLS, prepared
+from fleetfoot.engine.calls import CALLS, RPC_METHODS, prepared
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.output_router import EngineGauges
 from fleetfoot.engine.wire import Call, EngineState, Failed, Reply
@@ -55,9 +55,8 @@ class RemoteCalls:
             return lambda engine: bring_to(engine, wanted), "drain"
         if call.method == "collective_rpc":
             name = call.keywords["method"] if "method" in call.keywords else call.arguments[0]
-            if not isinstance(name, str) or name.startswith("_") or name == "shutdown":
-                problem = f"is {name!r}; it must be the name of a method of the worker that does not end it"
-                raise FieldError("method", problem, name)
+            if name not in RPC_METHODS:
+                raise FieldError("method", f"is {name!r}; it can be {', '.join(RPC_METHODS)}", name)
         function, mode = prepared(self._engine.suspension, call.method, call.arguments, call.keywords)
         return function, mode
 

@@ -13,11 +13,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fleetfoot.engine.calls import EngineCalls
+from fleetfoot.engine.calls import RPC_METHODS, WORKER_CALLS, EngineCalls
 from fleetfoot.server.conversion import converted, decode_body
 from fleetfoot.server.http import JSON, ApiError, Handler, invalid, read_body
 from fleetfoot.server.openapi import Endpoint
 from fleetfoot.server.service import Service
+from fleetfoot.utils.validation import FieldError, shown
 
 
 class NoOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -26,11 +27,17 @@ class NoOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 _O = TypeVar("_O", bound=NoOptions)
 
+_OBJECT = dict[str, Any]
+_BODY_TYPES: dict[str, Any] = {
+    "method": str, "args": list[Any], "kwargs": _OBJECT | None, "init_info": _OBJECT | None, "update_info": _OBJECT,
+    "patches": list[_OBJECT], "weights": str | None, "weights_path": str | None, "weights_iterator": None,
+}  # fmt: skip
+"""Types of parameters whose methods take what no body can hold."""
 
-def options_of(call: Callable[..., Any], **others: Any) -> type[NoOptions]:
-    """The parameters of a method of `EngineCalls` as options of a route. ``others``: types of some, where the method
-    takes what no body can hold."""
-    hints, fields = get_type_hints(call) | others, list[Any]()
+
+def options_of(call: Callable[..., Any]) -> type[NoOptions]:
+    """The parameters of a method of `EngineCalls` as options of a route."""
+    hints, fields = get_type_hints(call) | _BODY_TYPES, list[Any]()
     for name, parameter in list(signature(call).parameters.items())[1:]:
         has_default = parameter.default is not parameter.empty
         fields.append((name, hints[name], parameter.default) if has_default else (name, hints[name]))
@@ -67,8 +74,8 @@ _WEIGHT_CALLS = {
     "weights_path": "reload_weights",
     "patches": "apply_sparse_weight_patches",
 }
-_CONNECT = options_of(EngineCalls.init_weight_transfer_engine, init_info=dict[str, Any] | None)
-_RPC = options_of(EngineCalls.collective_rpc, method=str, args=list[Any], kwargs=dict[str, Any] | None)
+_CONNECT = options_of(EngineCalls.init_weight_transfer_engine)
+_RPC = options_of(EngineCalls.collective_rpc)
 _ROUTES: list[tuple[str, str, type[NoOptions], str, str]] = [
     ("/sleep", "sleep", options_of(EngineCalls.sleep), "", "Give the memory of weights and KV back."),
     ("/wake_up", "wake_up", options_of(EngineCalls.wake_up), "", "Take the memory again."),
@@ -160,6 +167,8 @@ class _Routes:
             else:
                 if isinstance(options, ResetPrefixCache):
                     given["reset_connector"] |= given.pop("reset_external")
+                if isinstance(options, _RPC):
+                    given |= _rpc_arguments(given["method"], given["args"], given["kwargs"] or {})
                 value = await self._run(method, **given)
             return await self._respond(**({result: value} if result else {}))
 
@@ -170,15 +179,17 @@ class _Routes:
         given = [name for name, value in sources.items() if value is not None]
         if len(given) != 1:
             raise invalid("update_info", f"give one of {', '.join(sources)}; {len(given)} were given")
-        return await self._run(_WEIGHT_CALLS[given[0]], sources[given[0]], **options)
+        return await self._run(_WEIGHT_CALLS[given[0]], **{given[0]: sources[given[0]]}, **options)
 
-    async def _run(self, name: str, /, *arguments: Any, **options: Any) -> Any:
+    async def _run(self, name: str, /, **options: Any) -> Any:
         """Raises ApiError: 400 for invalid options, and 409 for what the engine cannot do in its present state."""
         try:
-            return await self._service.engine.call(name, *arguments, **options)
+            return await self._service.engine.call(name, **options)
         except (ValueError, TypeError) as error:
+            if isinstance(error, FieldError) and name == "update_config" and error.field not in options:
+                error = error.at(f"overrides.{error.field}")
             refusal = ApiError.of(error)
-            if refusal.param not in options:
+            if (refusal.param or "").partition(".")[0].partition("[")[0] not in options:
                 refusal.param = None  # the message begins with something else
             raise refusal from error
         except RuntimeError as error:
@@ -202,6 +213,23 @@ class _Routes:
         if has_body and (body := await read_body(http, self._service.settings.max_body_bytes)):
             given |= decode_body(body, msgspec.json.Decoder(dict[str, Any]))
         return converted(given, kind, strict=False)
+
+
+def _rpc_arguments(method: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a method that is called on all workers, by name. Raises ApiError 400."""
+    if method not in RPC_METHODS:
+        raise invalid("method", f"method is {shown(method)}; it can be {', '.join(RPC_METHODS)}")
+    if method in WORKER_CALLS:
+        kind, names = NoOptions, list[str]()
+    else:
+        parameters = list(signature(call := getattr(EngineCalls, method)).parameters.values())[1:]
+        kind, names = options_of(call), [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
+    if len(args) > len(names):
+        raise invalid("args", f"args has {len(args)} entries; {method} takes {', '.join(names) or 'none'}")
+    given = dict(zip(names, args, strict=False))
+    if twice := given.keys() & kwargs.keys():
+        raise invalid(f"kwargs.{min(twice)}", f"kwargs.{min(twice)} is in args, too")
+    return {"args": [], "kwargs": msgspec.structs.asdict(converted(given | kwargs, kind, place="kwargs"))}
 
 
 def _takes_several(kind: Any) -> bool:

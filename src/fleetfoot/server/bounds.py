@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from fleetfoot.server.conversion import decode_body
+from fleetfoot.server.conversion import decode_body, place_of
 from fleetfoot.server.http import ApiError, invalid
 from fleetfoot.server.unknown_fields import NO_UNKNOWN_FIELDS, UnknownFields
 
@@ -288,7 +288,7 @@ def _take_texts(found: Scan) -> tuple[bytes, dict[str, str]]:
         if not _is_one_text(body, begin, end):
             continue  # several texts, such as a long name of a field
         name = secrets.token_hex(16)
-        texts[name] = "".join([_decode_text(piece) for piece in _text_pieces(body, begin, end)])
+        texts[name] = "".join([_decode_text(body, begin, piece) for piece in _text_pieces(body, begin, end)])
         kept += [body[copied:begin], name.encode()]
         copied = end
     return b"".join([*kept, body[copied:]]) if texts else body, texts
@@ -325,8 +325,12 @@ def _is_escape(body: bytes, begin: int, place: int) -> bool:
     return num_backslashes % 2 == 1
 
 
-def _decode_text(piece: bytes) -> str:
-    return decode_body(b'"%b"' % piece, _TEXT_DECODER)
+def _decode_text(body: bytes, begin: int, piece: bytes) -> str:
+    text = b'"%b"' % piece
+    try:
+        return decode_body(text, _TEXT_DECODER)
+    except ApiError:  # again, with its place
+        return decode_body(text, _TEXT_DECODER, place=place_of(body, begin))
 
 
 def _with_texts(value: Any, texts: dict[str, str]) -> Any:

@@ -21,6 +21,7 @@ from fleetfoot.utils.validation import shown
 _T = TypeVar("_T")
 
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL)
+_TOKEN, _BACKSLASH = re.compile(rb'["\[\]{},]'), 92
 _MANY = 256
 """Entries from which on a list or an object is not tried as a whole: a call of msgspec keeps the interpreter."""
 
@@ -64,8 +65,46 @@ def decode_body(
             content = msgspec.json.decode(body)
         return converted(content, decoder.type, unknown_fields, place=place, first=first)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        hint = "; a string has a lone surrogate, such as \\ud800" if _LONE_SURROGATE.search(body) else ""
-        raise ApiError(400, f"the body is not valid JSON: {error}{hint}", param=place or None) from None
+        for half in _LONE_SURROGATE.finditer(body):
+            if not _num_backslashes(body, half.start()) % 2:
+                field = place_of(body, half.start(), place, first)
+                problem = (
+                    f"{field or 'the body'} has {half[0][:6].decode(errors='replace')}, half of a character in UTF-16"
+                )
+                raise ApiError(400, f"{problem}; send both halves, or \\ufffd", param=field or None) from None
+        raise ApiError(400, f"the body is not valid JSON: {error}", param=place or None) from None
+
+
+def place_of(body: bytes, offset: int, place: str = "", first: int = 0) -> str:
+    """The path of what has an offset in a body, or in the value of a place in it; ``first`` as of `converted`."""
+    path: list[str | int | None] = []
+    position = 0
+    while (token := _TOKEN.search(body, position, offset)) is not None:
+        kind, position = token[0], token.end()
+        if kind == b'"':
+            while (end := body.find(b'"', position, offset)) >= 0 and _num_backslashes(body, end) % 2:
+                position = end + 1
+            if end < 0:
+                break
+            if path and path[-1] is None:
+                path[-1] = body[token.end() : end].decode(errors="replace")
+            position = end + 1
+        elif kind in (b"{", b"["):
+            path.append(None if kind == b"{" else 0 if path else first)
+        elif path and kind == b",":
+            path[-1] = path[-1] + 1 if isinstance(path[-1], int) else None
+        elif path:
+            path.pop()
+    names = (f"[{one}]" if isinstance(one, int) else f".{one}" for one in path if one is not None)
+    return (place + "".join(names)).removeprefix(".")
+
+
+def _num_backslashes(body: bytes, end: int) -> int:
+    """Those right before a place."""
+    begin = end
+    while begin and body[begin - 1] == _BACKSLASH:
+        begin -= 1
+    return end - begin
 
 
 class _Fitting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,11 @@ HEADERS_S = 30.0
 """Seconds from the begin of a connection or a request to the end of its headers."""
 DISCARD_S = 10.0
 """Seconds that the rest of a body is read, and discarded, after the response: most clients read it no sooner."""
+_OTHERS = {
+    b"\x16\x03": "the connection begins with TLS; this port takes http:// (an operator sets --ssl-certfile for https://)",
+    b"PRI * HTTP/2": "the connection begins with HTTP/2; this port takes HTTP/1.1",
+}
+"""Beginnings of connections of other protocols, and what their clients are told."""
 
 
 def no_callback() -> None:
@@ -67,6 +73,9 @@ class LimitedHttp(HttpToolsProtocol):
         self.on_lost()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_in_headers and not self._num_unparsed and data.startswith(tuple(_OTHERS)):
+            self._refuse(400, next(text for begin, text in _OTHERS.items() if data.startswith(begin)))
+            return
         super().data_received(data)
         if self._is_in_headers:
             self._num_unparsed += len(data)
@@ -113,7 +122,8 @@ class LimitedHttp(HttpToolsProtocol):
         logger.debug("a request asks for another protocol, such as WebSocket; it is answered as plain HTTP")
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
+        """Called where the parser's error is handled, which has the reason."""
+        self._refuse(400, f"the request is not valid HTTP/1.1: {sys.exception() or msg}")
 
     def _begin_headers(self) -> None:
         self._end_headers()
@@ -145,8 +155,11 @@ class LimitedHttp(HttpToolsProtocol):
             self._refuse(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Send an error, and close the connection."""
+        """Send an error, unless a response is under way, and close the connection."""
         if self.transport.is_closing():
+            return
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()
             return
         body = ENCODER.encode(ErrorResponse.of(ApiError(status, message)))
         head = (

@@ -12,7 +12,7 @@ from fleetfoot.parsers.grammar import Rules, quoted
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
 from fleetfoot.structured.schemas import advice, plain_regex, simplified
 from fleetfoot.utils.json_schema import find, pointer, subschemas
-from fleetfoot.utils.validation import FieldError
+from fleetfoot.utils.validation import FieldError, is_deeper
 
 _MANY_CHOICES = 1000  # from so many on a choice is one lexeme: the parser, with a row for each, has at most 8,000
 MAX_CHARS = 1 << 19
@@ -115,12 +115,8 @@ def _as_json(name: str, value: Any) -> Any:
     try:
         text = value if isinstance(value, str) else json.dumps(value)
         check_size(name, text)
-        level = [json.loads(text)]
-        value = level[0]
-        for _ in range(MAX_DEPTH):
-            parts = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
-            level = [part for some in parts for part in some]
-        if any(isinstance(one, dict | list) for one in level):
+        value = json.loads(text)
+        if is_deeper(value, MAX_DEPTH):
             raise RecursionError
     except FieldError:
         raise

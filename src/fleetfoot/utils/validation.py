@@ -100,6 +100,15 @@ def checked_keywords(cls: _Class) -> _Class:
     return cls
 
 
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether a value of JSON has more lists and objects in each other."""
+    level = [value]
+    for _ in range(levels):
+        parts = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [part for some in parts for part in some]
+    return any(isinstance(one, dict | list) for one in level)
+
+
 def is_host(text: str) -> bool:
     """Whether ``text`` can be a host name or an IPv4 address, without port and scheme."""
     return _HOST.fullmatch(text) is not None

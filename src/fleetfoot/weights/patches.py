@@ -9,8 +9,15 @@ from typing import Any
 import torch
 
 from fleetfoot.records.weights import WeightError, WeightSpec, slices_of
-from fleetfoot.utils.validation import unknown_keyword
+from fleetfoot.utils.validation import FieldTypeError, shown, unknown_keyword
 from fleetfoot.weights.checksums import finite_problem, row_numbers
+
+
+def _tensor(place: str, given: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise FieldTypeError(place, f"is {shown(given)}; it must be a list of numbers", given) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +44,15 @@ class SparseWeightPatch:
                 if name not in names:
                     raise unknown_keyword(place, name, names)
             given = cls(**given)
-        if not isinstance(given, cls) or not isinstance(given.name, str):
-            raise TypeError(f"{place} is {given!r}; it must be a dictionary with {', '.join(names)}")
+        if not isinstance(given, cls):
+            raise FieldTypeError(place, f"is {shown(given)}; it must be a dictionary with {', '.join(names)}", given)
+        if not isinstance(given.name, str):
+            raise FieldTypeError(f"{place}.name", f"is {shown(given.name)}; it must be a string", given.name)
+        indices = _tensor(f"{place}.indices", given.indices)
+        values = _tensor(f"{place}.values", given.values).detach()
+        if given.shape is not None and not isinstance(given.shape, Sequence):
+            raise FieldTypeError(f"{place}.shape", f"is {shown(given.shape)}; it must be a list of sizes", given.shape)
         place = f"{place} ({given.name})"
-        indices, values = torch.as_tensor(given.indices), torch.as_tensor(given.values).detach()
         if not indices.numel():
             indices = indices.long()
         if indices.is_floating_point() or indices.is_complex() or indices.dtype is torch.bool:

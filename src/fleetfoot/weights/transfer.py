@@ -7,9 +7,11 @@ the engine (names, dtypes, shapes), which every worker accepts or refuses before
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from datetime import timedelta
-from typing import Any
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from fleetfoot.config import env
 from fleetfoot.distributed.stores import make_store
 from fleetfoot.records.weights import WeightError
-from fleetfoot.utils.validation import unknown_keyword
+from fleetfoot.utils.validation import FieldError, FieldTypeError, shown, unknown_keyword
 from fleetfoot.weights.patches import SparseWeightPatch
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -39,6 +41,11 @@ class WeightTransferInitInfo:
     """Rank of this engine's first worker; the trainer has rank 0."""
     timeout: float = 300.0
     """Seconds after which a message that does not come is an error."""
+
+    def __post_init__(self) -> None:
+        for name, most in {"master_port": 0xFFFF, "world_size": 1 << 16, "timeout": 1 << 20}.items():
+            if not 0 < (value := getattr(self, name)) <= most:
+                raise FieldError(f"init_info.{name}", f"is {value}; it must be above 0 and at most {most:,}", value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +83,33 @@ def parse_info(kind: type[Any], name: str, given: Any) -> Any:
     TypeError: there is another field, or one is missing."""
     given = getattr(given, name, given)
     if isinstance(given, Mapping):
-        given = given.get(name, given)
-        known = [item.name for item in fields(kind)]
+        given, hints = given.get(name, given), get_type_hints(kind)
         for key in given:
-            if key not in known:
-                raise unknown_keyword(name, key, known)
+            if key not in hints:
+                raise unknown_keyword(name, key, hints)
+        for item in fields(kind):
+            place, hint = f"{name}.{item.name}", hints[item.name]
+            if item.name not in given and item.default is MISSING:
+                raise FieldTypeError(place, f"is missing; it must be {item.type}")
+            if item.name in given and not _fits(value := given[item.name], hint):
+                raise FieldTypeError(place, f"is {shown(value)}; it must be {item.type}", value)
         given = kind(**given)
     if not isinstance(given, kind):
-        raise TypeError(f"{name} is {given!r}; it must be a dictionary, or a {kind.__name__}")
+        raise FieldTypeError(name, f"is {given!r:.200}; it must be a dictionary, or a {kind.__name__}", given)
     return given
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type in the fields here. Numbers and lists can be those of numpy and torch."""
+    inner = get_args(hint)
+    if get_origin(hint) is UnionType:
+        return any(_fits(value, one) for one in inner)
+    if get_origin(hint) is Sequence:
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        return is_list and all(_fits(one, inner[0]) for one in value)
+    if hint is int or hint is float:
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    return isinstance(value, get_origin(hint) or hint)
 
 
 @dataclass(frozen=True, slots=True)

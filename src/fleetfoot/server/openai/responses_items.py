@@ -8,9 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from fleetfoot.parsers.completion import completion
+from fleetfoot.engine.chat_messages import read_arguments
 from fleetfoot.server.http import ApiError, invalid
 from fleetfoot.server.openai.prompts import read_text
 from fleetfoot.utils.validation import shown
@@ -72,13 +70,7 @@ def _read_texts(place: str, content: Any) -> list[str]:
 
 def _read_call(place: str, item: Mapping[str, Any]) -> Item:
     call = {name: _string(f"{place}.{name}", item.get(name)) for name in ("call_id", "name", "arguments")}
-    try:
-        is_object = isinstance(msgspec.json.decode(call["arguments"] + completion(call["arguments"])), dict)
-    except (msgspec.DecodeError, RecursionError):
-        is_object = False
-    if not is_object:
-        message = f"{place}.arguments is {shown(call['arguments'])}; it must be the text of a JSON object"
-        raise invalid(f"{place}.arguments", message)
+    read_arguments(f"{place}.arguments", call["arguments"])
     return call
 
 
