@@ -1,6 +1,7 @@
 """A group of engines that this process plays: what is sent to them, and what becomes of requests when they are lost."""
 
 import asyncio
+import itertools
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -137,7 +138,8 @@ async def test_an_engine_that_answers_nothing_gets_no_requests() -> None:
         while link._engines[1].is_asked:
             await asyncio.sleep(0)
         link._engines[1].last_message_ts += 60
-        link.check_progress(stuck.last_message_ts + STUCK_S)
+        for seconds in (8, STUCK_S):
+            link.check_progress(stuck.last_message_ts + seconds)
         while not client.degraded:
             await asyncio.sleep(0)
         assert stuck.title in client.degraded and link._engines[1].title not in client.degraded
@@ -149,8 +151,70 @@ async def test_an_engine_that_answers_nothing_gets_no_requests() -> None:
         second.send(Reply((await second.next()).number, {}))
         assert (await asked)[-1]["gauges"]["proxy_engines_unavailable"] == 1
         first.send(Reply(pings[0].number))
+        first.send(Reply((await first.next()).number))
         while client.degraded:
             await asyncio.sleep(0)
+
+
+@async_test
+async def test_requests_of_an_engine_that_answers_nothing_continue_elsewhere() -> None:
+    async with played(0, 2) as (client, (first, second)):
+        link: Any = client._link
+        stuck, other = link._engines
+        stream = await client.submit([5, 6, 7], PARAMS, "r", 0)
+        request = await first.next()
+        first.generate(request, 8)
+        assert (await anext(stream)).outputs[0].token_ids == [8]
+        other.last_message_ts += 90
+        link.check_progress(stuck.last_message_ts + 60)  # this process did not run
+        assert not stuck.is_stuck
+        for seconds in (64, 68, 70):
+            link.check_progress(stuck.last_message_ts + seconds)
+        resumed = await second.next()
+        assert (resumed.request_id, resumed.resumed) == ("r", [[8]])
+        ping, ended, last = [await first.next() for _ in range(3)]
+        assert (ping.method, last.method) == ("ping", "ping")
+        assert ended == Finish(request.number, int(RequestStatus.FINISHED_ABORTED))
+        first.generate(request, 99)  # it goes on: what was on its way is nobody's
+        first.send(Reply(ping.number))
+        while stuck.is_asked:
+            await asyncio.sleep(0)
+        assert stuck.is_stuck
+        first.send(Reply(last.number))
+        while client.degraded:
+            await asyncio.sleep(0)
+        second.generate(resumed, 9, end=RequestStatus.FINISHED_STOPPED)
+        assert (await anext(stream)).outputs[0].token_ids == [9]
+
+
+@async_test
+async def test_a_long_step_on_a_cpu_is_no_halt(tmp_path: Path) -> None:
+    """A process of this machine is seen to work. Of an engine elsewhere that is not known: its requests wait."""
+    facts = msgspec.structs.replace(FACTS, computes_on_cpu=True)
+    async with played(0, 2, facts=facts) as (client, (first, _)):
+        far: Any = client._link
+        await client.submit([5, 6, 7], PARAMS, "r", 0)
+        await first.next()
+        for seconds in (0, 4, 8, STUCK_S + 1):
+            far.check_progress(far._engines[0].last_message_ts + seconds)
+        assert far._engines[0].is_stuck and far._engines[0].load == 1
+    seconds_of_cpu = itertools.count(0, 2)
+    for works in (True, False):
+        engines = [PlayedEngine(facts, f"ipc://{tmp_path}/{works}{number}") for number in range(2)]
+        use = lambda _, works=works: (next(seconds_of_cpu) if works else 0.0, False)  # noqa: E731
+        link: Any = ReplicasLink(Replicas(tuple(engine.address for engine in engines)), use)
+        client = EngineClient(link)
+        greetings = [asyncio.ensure_future(engine.next()) for engine in engines]
+        await client.start()
+        begin = max(engine.last_message_ts for engine in link._engines)
+        for seconds in range(0, 30, 2):
+            link.check_progress(begin + seconds)
+        assert [engine.is_stuck for engine in link._engines] == [not works] * 2
+        client.close()
+        for greeting in greetings:
+            greeting.cancel()
+        for engine in engines:
+            engine.close()
 
 
 @async_test

@@ -84,6 +84,8 @@ class _Engine:
     refusal: str = ""
     """Why its answers would differ from those of the group; empty: they would not."""
     last_message_ts: float = 0.0
+    excused_ts: float = 0.0
+    """Until when it need not have given a sign of life."""
     is_asked: bool = False
     """Whether it was asked for a sign of life."""
     is_held: bool = False
@@ -92,6 +94,8 @@ class _Engine:
     """Whether it was started again, and has yet to be brought to the state of the group."""
     is_stuck: bool = False
     """Whether it has given no sign of life for `STUCK_S`, though it is connected."""
+    awaited: int = 0
+    """The call that it must answer then: nothing after it is of requests that continue elsewhere."""
     routes: dict[int, _Route] = field(default_factory=dict)
     """By the number of the sequence."""
     prefills: dict[int, asyncio.Future[SequenceEnd]] = field(default_factory=dict)
@@ -173,6 +177,8 @@ class GroupLink:
     """Whether an engine without signs of life is lost, though its connection is open."""
     watches = True
     """Whether an engine that is connected and answers nothing gets no requests."""
+    sees_work = False
+    """Whether a long step on a CPU is told from a halt."""
     no_engine = "no engine can be reached"
     """Why requests wait then."""
 
@@ -190,6 +196,7 @@ class GroupLink:
         self._state: EngineState | None = None  # of an engine with these weights
         self._interruption = Interruption("")
         self._has_started = False
+        self._checked_ts = 0.0
         self.counts = dict.fromkeys(("proxy_prefills", "proxy_prefills_failed", "proxy_requests_resumed"), 0)
 
     async def hello(self) -> Ready:
@@ -297,22 +304,48 @@ class GroupLink:
 
     def check_progress(self, now: float) -> None:
         """Ask engines that are quiet for a sign of life, which they give between two steps. One that gives none is not
-        used until it does; its requests wait."""
+        used until it does."""
+        is_late = now - self._checked_ts > 3 * _PING_S  # this process has not run, and messages may wait
+        self._checked_ts = now
         for engine in self._engines:
-            quiet = now - engine.last_message_ts
+            if is_late:
+                engine.excused_ts = now
+            quiet = now - max(engine.last_message_ts, engine.excused_ts)
             if engine.link is None or engine.is_held or quiet < _PING_S:
                 continue
             if not engine.is_asked:
                 engine.is_asked = True
                 engine.send(Call(next(self._numbers), "ping", []))
+            elif self._works(engine, now):
+                engine.excused_ts = now
             elif quiet >= STUCK_S and not engine.is_stuck:
-                engine.is_stuck = True
-                logger.error("the engine %s has taken no step for %.0f s, and gets no requests", engine.title, quiet)
-                self._update()
+                self._set_aside(engine)
 
-    def _note_progress(self, engine: _Engine) -> None:
+    def _works(self, engine: _Engine, now: float) -> bool:
+        """Whether an engine that gives no sign of life is known to compute."""
+        return False
+
+    def _set_aside(self, engine: _Engine) -> None:
+        """An engine is stuck. Its requests continue elsewhere, unless it may be computing them."""
+        engine.is_stuck, engine.awaited = True, next(self._numbers)
+        is_on_cpu = engine.facts is not None and engine.facts.computes_on_cpu
+        message = "the engine %s has taken no step for %.0f s, and gets no requests; %d continue elsewhere"
+        moved: list[_Route] = []
+        if self.sees_work or not is_on_cpu:
+            moved = [*dict.fromkeys(engine.routes.values())]
+            for number in engine.routes:
+                engine.send(Finish(number, int(RequestStatus.FINISHED_ABORTED)))
+            engine.routes.clear()
+            engine.fail(RuntimeError(f"the engine {engine.name} is stuck"))
+        engine.send(Call(engine.awaited, "ping", []))
+        logger.error(message, engine.title, STUCK_S, len(moved))
+        self._update()
+        for route in moved:
+            self._resume(route)
+
+    def _note_progress(self, engine: _Engine, message: EngineMessage | None = None) -> None:
         engine.last_message_ts, engine.is_asked = time.monotonic(), False
-        if engine.is_stuck:
+        if engine.is_stuck and (message is None or (isinstance(message, Reply) and message.number == engine.awaited)):
             engine.is_stuck = False
             logger.warning("the engine %s goes on", engine.title)
             self._update()
@@ -502,7 +535,7 @@ class GroupLink:
             engine.send(Call(next(self._numbers), "abort_requests", [[name]]))
 
     def _resume(self, route: _Route) -> None:
-        """The engine that generates is lost."""
+        """The engine that generates is lost, or stuck."""
         self._release(route)
         route.engine = None
         route.num_lost += 1
@@ -537,7 +570,7 @@ class GroupLink:
     # --- messages of the engines --------------------------------------------------------------------------------------
 
     def _take(self, engine: _Engine, message: EngineMessage) -> None:
-        self._note_progress(engine)
+        self._note_progress(engine, message)
         if isinstance(message, Outputs):
             self._take_outputs(engine, message)
         elif isinstance(message, Refused):

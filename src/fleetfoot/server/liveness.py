@@ -29,13 +29,33 @@ _BUSY_SHARE = 0.1
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
+class ProcessWork:
+    """Whether the processes of an engine do work, by samples of their CPU time.
+
+    Args:
+        cpu_use: the CPU time of a process and its children in seconds, and whether one of them is stopped.
+    """
+
+    def __init__(self, cpu_use: Callable[[int], tuple[float, bool]]) -> None:
+        self._cpu_use = cpu_use
+        self._sample = (0.0, 0.0)  # when, and the CPU time until then
+        self.is_stopped = False
+        """Whether one of them is stopped (SIGSTOP)."""
+
+    def look(self, now: float, pid: int) -> bool:
+        """Take a sample. Returns whether they have worked since the last one, and none is stopped."""
+        (then, before), (used, self.is_stopped) = self._sample, self._cpu_use(pid)
+        self._sample = now, used
+        works = 0 < now - then < 2 * _LATE_S and used - before >= _BUSY_SHARE * (now - then)
+        return works and not self.is_stopped
+
+
 class Liveness:
     """Watches an engine for an API server.
 
     Args:
         clock: of `EngineClient.last_message_ts`.
-        cpu_use: the CPU time of a process and its children in seconds, and whether one of them is stopped; None: the
-            engine runs elsewhere.
+        cpu_use: see `ProcessWork`; None: the engine runs elsewhere.
     """
 
     def __init__(
@@ -44,11 +64,10 @@ class Liveness:
         clock: Callable[[], float] = time.perf_counter,
         cpu_use: Callable[[int], tuple[float, bool]] | None = None,
     ) -> None:
-        self._engine, self._clock, self._cpu_use = engine, clock, cpu_use
+        self._engine, self._clock = engine, clock
+        self._work = None if cpu_use is None else ProcessWork(cpu_use)
         self._ping: asyncio.Task[None] | None = None
         self._last_tick = self._excused = self._worked = 0.0
-        self._is_stopped = False
-        self._sample = (0.0, 0.0)  # when, and the CPU time until then
 
     async def run(self) -> None:
         """Watch until it is cancelled."""
@@ -66,12 +85,8 @@ class Liveness:
             return
         if self._ping is None or self._ping.done():
             self._ping = asyncio.ensure_future(self._send_ping())
-        if self._cpu_use is not None:
-            (then, before), (used, self._is_stopped) = self._sample, self._cpu_use(engine.facts.pid)
-            self._sample = now, used
-            works = 0 < now - then < 2 * _LATE_S and used - before >= _BUSY_SHARE * (now - then)
-            if works and engine.facts.computes_on_cpu and not self._is_stopped:
-                self._worked = now
+        if self._work is not None and self._work.look(now, engine.facts.pid) and engine.facts.computes_on_cpu:
+            self._worked = now
 
     async def _send_ping(self) -> None:
         with contextlib.suppress(Exception):  # what fails is reported elsewhere
@@ -81,7 +96,7 @@ class Liveness:
     def problem(self) -> str:
         """Why the engine counts as stuck; empty: it does not."""
         now, engine = self._clock(), self._engine
-        if engine.held and not self._is_stopped:
+        if engine.held and not (self._work is not None and self._work.is_stopped):
             return "" if now - engine.held_since < HOLD_S else f"a call holds the engine for more than {HOLD_S:g} s"
         seen = max(engine.last_message_ts, self._excused)
         if now - seen < LONG_STEP_S:

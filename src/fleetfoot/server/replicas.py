@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from fleetfoot.engine.wire import ClientMessage, Stop
 from fleetfoot.plan.machine import Machine
 from fleetfoot.scheduler.prefix_routing import PrefixRouting
 from fleetfoot.server.engine_group import EngineGroup, GroupLink
+from fleetfoot.server.liveness import LONG_STEP_S, ProcessWork, cpu_use
 from fleetfoot.server.own_engine import RestartLimit
 from fleetfoot.utils.process import num_cores
 from fleetfoot.utils.validation import FieldError
@@ -39,10 +41,13 @@ class ReplicasLink(GroupLink):
     """A link to all replicas as one engine."""
 
     detects_loss = False  # processes of this machine
+    sees_work = True
     no_engine = "the processes of all engines have ended, and are started again"
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Replicas, cpu_use: Callable[[int], tuple[float, bool]] = cpu_use) -> None:
+        """``cpu_use``: see `fleetfoot.server.liveness.ProcessWork`."""
         super().__init__(EngineGroup((), replicas.addresses, engine_timeout=None))
+        self._work: dict[Any, ProcessWork] = {engine: ProcessWork(cpu_use) for engine in self._engines}
         self._routing: PrefixRouting[Any] = PrefixRouting()
         for index, engine in enumerate(self._engines):
             engine.name = f"replica-{index}"
@@ -63,6 +68,11 @@ class ReplicasLink(GroupLink):
             return None
         loads = {engine: engine.load for engine in usable}
         return self._routing.choose(request.prompt_token_ids.tobytes(), loads, request.session)
+
+    def _works(self, engine: Any, now: float) -> bool:
+        """A step on a CPU may be long."""
+        works = self._work[engine].look(now, engine.facts.pid) and engine.facts.computes_on_cpu
+        return works and now - engine.last_message_ts < LONG_STEP_S
 
     def _leave(self, engine: Any) -> None:
         self._routing.forget(engine)
