@@ -57,8 +57,10 @@ def test_steps_are_kept_while_somebody_looks(engine: Any, clock: Clock) -> None:
     while engine.has_unfinished_requests():
         engine.step()
     ends = watch.look("a")
-    assert ends["steps"] == watch.look("b")["steps"] != []
+    other = watch.look("b")
+    assert ends["steps"] == other["steps"] != [] and ends["ended"] == other["ended"]
     assert ends["lanes"] == [] and sum(step[3] for step in ends["steps"]) == 2 * 3
+    assert ends["ended"] == [[0, 4, 0, 0, 0], [1, 4, 0, 0, 0]] and watch.look("a")["ended"] == []
     clock.now += PATIENCE_S + 1
     add(engine, "later", 4, max_tokens=70)
     for _ in range(66):
@@ -124,6 +126,7 @@ def test_a_trace_for_perfetto_has_steps_phases_of_requests_and_counters(engine: 
     requests = {one["name"]: one for one in events if one["name"].startswith("request ")}
     assert sorted(requests) == [f"request {number}" for number in range(5)]
     assert {one["tid"] for one in requests.values()} == {1, 2, 3}
+    assert [requests[f"request {number}"]["args"]["output tokens"] for number in range(3)] == [25] * 3
     preempted = 0
     for request in requests.values():
         begin, end = request["ts"], request["ts"] + request["dur"]

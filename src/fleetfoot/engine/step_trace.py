@@ -35,6 +35,11 @@ class _Lane:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+def _facts(output: int, drafted: int, accepted: int, cached: int) -> dict[str, Any]:
+    drafts = {"drafted tokens": drafted, "accepted tokens": accepted} if drafted else {}
+    return {"cached tokens": cached, "output tokens": output, **drafts}
+
+
 class StepTrace:
     """The trace of one engine.
 
@@ -49,6 +54,7 @@ class StepTrace:
         self._offset: float | None = None
         self._events: list[dict[str, Any]] = []
         self._lanes: dict[int, _Lane] = {}
+        self._finals: dict[int, dict[str, Any]] = {}  # of lanes that have ended since the look before
         self._free_from: list[int] = []  # of each track of requests, microseconds
         self._now = 0.0
         self.missed = 0
@@ -65,10 +71,11 @@ class StepTrace:
         if len(self._events) >= MOST_EVENTS:
             self.missed += len(seen["steps"])
             return
+        self._finals = {number: _facts(*made) for number, *made in seen["ended"]}
         for step in seen["steps"]:
             self._take_step(step)
         live = set()
-        for number, state, prompt, _, output, drafted, accepted, preemptions, cached, age in seen["lanes"]:
+        for number, state, prompt, _, *made, preemptions, age in seen["lanes"]:
             live.add(number)
             if number not in self._lanes:
                 begin = self._now - age
@@ -76,9 +83,8 @@ class StepTrace:
                 self._lanes[number] = _Lane(
                     begin, waits_from=begin if state == "w" else None, decodes_from=decodes_from
                 )
-            facts = {"prompt tokens": prompt, "cached tokens": cached, "output tokens so far": output}
-            drafts = {"drafted tokens": drafted, "accepted tokens": accepted} if drafted else {}
-            self._lanes[number].facts |= facts | drafts | ({"preemptions": preemptions} if preemptions else {})
+            facts = {"prompt tokens": prompt, **({"preemptions": preemptions} if preemptions else {})}
+            self._lanes[number].facts |= facts | _facts(*made)
         for number in [number for number in self._lanes if number not in live]:
             self._close(number, self._now)
         self._count("requests", self._now, running=seen["running"], waiting=seen["waiting"])
@@ -132,7 +138,8 @@ class StepTrace:
         track = next((track for track, free in enumerate(self._free_from) if free <= begin), len(self._free_from))
         if track == len(self._free_from):
             self._free_from.append(0)
-        self._free_from[track] = self._span(1 + track, f"request {number}", lane.begin, at, lane.facts)
+        facts = lane.facts | self._finals.get(number, {})
+        self._free_from[track] = self._span(1 + track, f"request {number}", lane.begin, at, facts)
         for name, began, end, facts in lane.phases:
             self._span(1 + track, name, max(began, lane.begin), min(end, at), facts)
 

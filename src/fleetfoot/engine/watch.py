@@ -36,7 +36,8 @@ class Watch(NoWatch):
 
     def __init__(self, engine: Any, facts: Callable[[], dict[str, Any]]) -> None:
         self._engine, self._facts = engine, facts
-        self._viewers: dict[str, tuple[float, int]] = {}  # the last look, and the first step after it
+        # the last look, and the first step and the first ended lane after it
+        self._viewers: dict[str, tuple[float, int, int]] = {}
         self._follower: Callable[[float], object] | None = None
         self._steps: deque[list[Any]] = deque(maxlen=MOST_STEPS)
         self._num_steps = 0
@@ -44,13 +45,15 @@ class Watch(NoWatch):
 
     def _forget_lanes(self) -> None:
         self._numbers = count()
-        self._lanes: dict[str, int] = {}  # by request id
+        self._lanes: dict[str, tuple[int, Request]] = {}  # by request id
+        self._ended: deque[list[int]] = deque(maxlen=MOST_STEPS)
+        self._num_ended = 0
         self._rows: dict[tuple[int, int], str] = {}  # rank and row -> request id
-        self._waited: dict[str, float] = {}  # of requests that steps in flight begin
+        self._begun: dict[str, tuple[Request, float]] = {}  # by steps in flight, and how long they have waited
 
     def begin(self, request: Request, now: float) -> None:
         """Note how long a request has waited."""
-        self._waited[request.request_id] = max(0.0, now - request.queued_ts)
+        self._begun[request.request_id] = request, max(0.0, now - request.queued_ts)
 
     def record(self, output: SchedulerOutput, began: float, seconds: float, drafts: tuple[int, int]) -> None:
         """Keep a step that has retired. ``seconds``: since the step before; ``drafts``: verified, accepted."""
@@ -59,14 +62,14 @@ class Watch(NoWatch):
         for rank, part in enumerate(output.of_ranks):
             for request_id, row in part.finished:
                 self._rows.pop((rank, row), None)
-                if (lane := self._lanes.get(request_id)) is not None:
+                if request_id in self._lanes:
                     is_preempted = request_id in self._requests(rank)
-                    left.append((lane, is_preempted))
+                    left.append((self._lanes[request_id][0], is_preempted))
                     if not is_preempted:
-                        del self._lanes[request_id]
+                        self._end(request_id)
             for new in part.new_requests:
-                waited = self._waited.pop(new.request_id, 0.0)
-                if (lane := self._lane(new.request_id)) is not None:
+                request, waited = self._begun.pop(new.request_id, (self._requests(rank).get(new.request_id), 0.0))
+                if request is not None and (lane := self._lane(request)) is not None:
                     self._rows[rank, new.row] = new.request_id
                     begun.append((lane, new.num_prompt_tokens, new.num_computed_tokens, waited))
             first = part.num_decodes
@@ -74,7 +77,7 @@ class Watch(NoWatch):
             for row, size in zip(part.rows[first:], part.num_scheduled_tokens[first:], strict=True):
                 num_prompt_tokens += size
                 if (name := self._rows.get((rank, row))) is not None and name in self._lanes:
-                    chunks.append((self._lanes[name], size))
+                    chunks.append((self._lanes[name][0], size))
         self._num_steps += 1
         counts = len(output.rows), num_decodes, num_prompt_tokens
         self._steps.append([began, seconds, *counts, *drafts, begun, chunks, left])
@@ -86,13 +89,18 @@ class Watch(NoWatch):
     def _requests(self, rank: int) -> dict[str, Request]:
         return self._engine.core.scheduler.ranks[rank].requests
 
-    def _lane(self, request_id: str) -> int | None:
+    def _lane(self, request: Request) -> int | None:
         """The number of a request; None: there are many others."""
-        if request_id not in self._lanes:
+        if request.request_id not in self._lanes:
             if len(self._lanes) >= MOST_LANES:
                 return None
-            self._lanes[request_id] = next(self._numbers)
-        return self._lanes[request_id]
+            self._lanes[request.request_id] = next(self._numbers), request
+        return self._lanes[request.request_id][0]
+
+    def _end(self, request_id: str) -> None:
+        lane, request = self._lanes.pop(request_id)
+        self._ended.append([lane, *_made(request)])
+        self._num_ended += 1
 
     def _drop_viewers(self) -> None:
         """Forget viewers that have left. Without any, steps are not recorded any more."""
@@ -117,8 +125,9 @@ class Watch(NoWatch):
             core.watch = self
             for rank, scheduler in enumerate(core.scheduler.ranks):
                 self._rows |= {(rank, request.row): request.request_id for request in scheduler.running}
-        begin = self._num_steps if is_new else self._viewers[viewer][1]
-        self._viewers[viewer] = now, self._num_steps
+        lanes = self._live_lanes(now)
+        _, begin, begin_ended = (now, self._num_steps, self._num_ended) if is_new else self._viewers[viewer]
+        self._viewers[viewer] = now, self._num_steps, self._num_ended
         self._drop_viewers()
         stats, scheduled = engine.core.stats, core.scheduler.stats()
         drafts = scheduled.drafts
@@ -129,7 +138,8 @@ class Watch(NoWatch):
             "now": now,
             "steps": new_steps,
             "missed": missed,
-            "lanes": self._live_lanes(now),
+            "lanes": lanes,
+            "ended": list(self._ended)[len(self._ended) - min(len(self._ended), self._num_ended - begin_ended) :],
             "running": scheduled.num_running,
             "waiting": scheduled.num_waiting,
             "preemptions": scheduled.num_preemptions,
@@ -150,23 +160,24 @@ class Watch(NoWatch):
 
     def _live_lanes(self, now: float) -> list[list[Any]]:
         """Unfinished requests with lanes: lane, state (``w``aits, ``p``rompt, ``d``ecodes, ``x``: preempted), tokens of
-        the prompt, computed and generated ones, drafts, accepted ones, preemptions, prompt tokens found in the cache,
-        seconds since it was queued."""
+        the prompt and computed ones, what `_made` has, preemptions, seconds since it was queued. Other lanes end."""
         lanes = []
         for scheduler in self._engine.core.scheduler.ranks:
             for request in scheduler.requests.values():
-                if (lane := self._lane(request.request_id)) is None:
+                if (lane := self._lane(request)) is None:
                     continue
-                lanes.append(
-                    [
-                        *(lane, _state_of(request), request.num_prompt_tokens, request.num_computed),
-                        *(request.num_output_tokens, request.num_drafted, request.num_accepted),
-                        *(request.num_preemptions, max(0, request.num_cached_tokens), now - request.queued_ts),
-                    ]
-                )
+                first = lane, _state_of(request), request.num_prompt_tokens, request.num_computed
+                lanes.append([*first, *_made(request), request.num_preemptions, now - request.queued_ts])
         live = {lane for lane, *_ in lanes}
-        self._lanes = {name: lane for name, lane in self._lanes.items() if lane in live}
+        for name in [name for name, (lane, _) in self._lanes.items() if lane not in live]:
+            self._end(name)
         return lanes
+
+
+def _made(request: Request) -> list[int]:
+    """Generated tokens, drafts, accepted ones, prompt tokens found in the cache."""
+    cached = max(0, request.num_cached_tokens)
+    return [request.num_output_tokens, request.num_drafted, request.num_accepted, cached]
 
 
 def _state_of(request: Request) -> str:

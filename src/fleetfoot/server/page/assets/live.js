@@ -50,8 +50,12 @@ class Engine {
         known.decodesFrom = end;
       }
     }
+    for (const [lane, output, drafted, accepted, cached] of seen.ended) {
+      const known = this.lanes.get(lane);
+      if (known) Object.assign(known, { output, drafted, accepted, cached });
+    }
     const live = new Set();
-    for (const [lane, state, prompt, computed, output, drafted, accepted, preemptions, cached, age] of seen.lanes) {
+    for (const [lane, state, prompt, computed, output, drafted, accepted, cached, preemptions, age] of seen.lanes) {
       live.add(lane);
       const known = this.lane(lane);
       known.queued ??= seen.now - age;
@@ -387,7 +391,7 @@ export class Live {
       context.textAlign = "left";
       const drafts = lane.drafted ? `, ${lane.accepted}/${lane.drafted - lane.accepted}` : "";
       const cached = lane.cached ? ` (${count(lane.cached)} cached)` : "";
-      const output = lane.output === undefined ? "" : ` → ${count(lane.output)}`; // it may begin and end between two events
+      const output = lane.output === undefined ? "" : ` → ${count(lane.output)}`;
       context.fillText(`${count(lane.prompt ?? 0)}${cached}${output}${drafts}`, width - right + 6, y + LANE_PX - 6, right - 8);
     }
     this.axis({ context, width: width - right, height }, lanes.length);
