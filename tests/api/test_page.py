@@ -190,6 +190,11 @@ MARKDOWN = {
     "a **b** `c*d*` ~~e~~": "<p>a <strong>b</strong> <code>c*d*</code> <del>e</del></p>",
     "snake_case_name and 2*3*4": "<p>snake_case_name and 2<em>3</em>4</p>",
     "1. a\n2. b\n   - c\n   - d": '<ol start="1"><li>a</li><li><p>b</p><ul><li>c</li><li>d</li></ul></li></ol>',
+    "a | b | c\n--- | -: | :-:\n1 | 2 | 3": (
+        '<div class="scroll" tabindex="0"><table>'
+        '<thead><tr><th>a</th><th class="right">b</th><th class="center">c</th></tr></thead>'
+        '<tbody><tr><td>1</td><td class="right">2</td><td class="center">3</td></tr></tbody></table></div>'
+    ),
     "> a\n> b": "<blockquote><p>a\nb</p></blockquote>",
     "a  \nb": "<p>a<br>b</p>",
     "\\*a\\*": "<p>*a*</p>",
@@ -462,6 +467,25 @@ def test_nothing_is_cut_off_at_any_size(tab: Page, width: int, height: int, sche
     light = tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert light == (scheme == "light")
     tab.run("document.getElementById('tab-chat').click()")
+    tab.resize(1280, 800)
+
+
+@needs_browser
+def test_settings_that_cover_a_small_screen_are_closed(tab: Page) -> None:
+    is_covered = "!document.getElementById('settings').hidden"
+    tab.resize(360, 640)
+    if not tab.run(is_covered):
+        tab.run("document.getElementById('toggle-settings').click()")
+    tab.run("document.getElementById('close-settings').click()")
+    assert tab.run(f"[{is_covered}, document.activeElement.id]") == [False, "toggle-settings"]
+    tab.run("document.getElementById('toggle-settings').click(); document.getElementById('menu').click()")
+    assert not tab.run(is_covered)
+    tab.run("document.getElementById('menu').click(); document.getElementById('api-key').value = 'wrong'")
+    tab.run("document.getElementById('api-key').dispatchEvent(new Event('change'))")
+    tab.until(f"{is_covered} && document.activeElement.id == 'api-key'")  # it is asked for
+    tab.run("document.getElementById('api-key').value = 'chat-key'")
+    tab.run("document.getElementById('api-key').dispatchEvent(new Event('change'))")
+    tab.until(f"!({is_covered})")
     tab.resize(1280, 800)
 
 

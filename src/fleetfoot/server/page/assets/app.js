@@ -56,8 +56,17 @@ function expand(button, panel) {
   button.setAttribute("aria-expanded", String(!panel.hidden));
 }
 
-$("toggle-settings").addEventListener("click", () => expand($("toggle-settings"), $("settings")));
+const toggleSettings = () => expand($("toggle-settings"), $("settings"));
+// where they cover the chat
+const closeSettings = () => $("settings").hidden || !matchMedia("(max-width: 60rem)").matches || toggleSettings();
+
+$("toggle-settings").addEventListener("click", toggleSettings);
+$("close-settings").addEventListener("click", () => {
+  closeSettings();
+  $("toggle-settings").focus();
+});
 $("menu").addEventListener("click", () => {
+  closeSettings();
   const isOpen = $("side").classList.toggle("open");
   $("menu").setAttribute("aria-expanded", String(isOpen));
 });
@@ -92,14 +101,22 @@ async function listModels() {
     const { data } = await (await request("v1/models", { key: getKey() })).json();
     $("models").replaceChildren(...data.map((one) => new Option(one.id, one.id)));
     $("model").textContent = data[0]?.id ?? "";
+    if (isKeyAsked) {
+      isKeyAsked = false;
+      $("status").textContent = "";
+      closeSettings();
+    }
   } catch (error) {
     if (error.status === 401) askKey();
     else $("status").textContent = `No models: ${error.message}`;
   }
 }
 
+let isKeyAsked = false;
+
 function askKey() {
-  if ($("settings").hidden) expand($("toggle-settings"), $("settings"));
+  isKeyAsked = true;
+  if ($("settings").hidden) toggleSettings();
   $("status").textContent = "The server needs an API key: enter it in the settings.";
   $("api-key").focus();
 }

@@ -84,7 +84,9 @@ function codeBlock(lines, language) {
 
 function table(lines) {
   const cells = (line) => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim());
-  const row = (line, kind) => element("tr", cells(line).map((cell) => element(kind, inline(cell))));
+  const sides = cells(lines[1]).map((cell) => (/^:-*:$/.test(cell) ? "center" : cell.endsWith(":") && "right"));
+  const place = (index) => (sides[index] ? { className: sides[index] } : {});
+  const row = (line, kind) => element("tr", cells(line).map((cell, index) => element(kind, inline(cell), place(index))));
   return element("div", [
     element("table", [element("thead", [row(lines[0], "th")]), element("tbody", lines.slice(2).map((line) => row(line, "td")))]),
   ], { className: "scroll", tabIndex: 0 });
