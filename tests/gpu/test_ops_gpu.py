@@ -21,6 +21,7 @@ from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.quantized.epilogue import Epilogue
 from fleetfoot.kernels.quantized.packed import packed_linear_torch
 from fleetfoot.kernels.quantized.packed_triton import PackedTiling, launch_packed_few_rows
+from fleetfoot.kernels.quantized.scaled import ScaledMatrix, quantize_rows
 from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
 from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows, RowFilters, sample_torch
@@ -133,6 +134,26 @@ def test_norms_and_gates_with_4_bits_on_hopper(num_rows: int) -> None:
             results[-1].append(product_)
     for hopper, triton in zip(*results, strict=True):
         torch.testing.assert_close(hopper, triton, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 16, 200])
+@pytest.mark.parametrize(("kind", "rows"), [("group", 128), ("group", 1), ("token", 1), ("static", 1000)])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(12288, 2048), (1000, 4096), (4096, 1408), (256, 14336)])
+def test_weights_in_fp8(num_rows: int, kind: str, rows: int, num_outputs: int, num_inputs: int) -> None:
+    """Inputs are those that the reference quantizes on a CPU, where a division has one rounding."""
+    columns = 128 if kind == "group" else num_inputs
+    values = (torch.randn(num_outputs, num_inputs) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = (torch.rand(-(-num_outputs // rows), num_inputs // columns) + 0.5) * 1e-3
+    static, bias = torch.tensor([0.02]) if kind == "static" else None, torch.randn(num_outputs).bfloat16()
+    weight = ScaledMatrix(values, scales, rows, columns, kind, static, bias)
+    x = torch.randn(num_rows, num_inputs).bfloat16()
+    quantized, of_rows = quantize_rows(x, weight)
+    wide = of_rows.double().repeat_interleave(num_inputs // of_rows.shape[1], dim=1)
+    expected = (quantized.double() * wide).cuda() @ weight.dequantized().double().cuda().T + bias.double().cuda()
+    tensors = {name: getattr(weight, name) for name in ("values", "scales", "input_scale", "bias")}
+    there = replace(weight, **{name: None if each is None else each.cuda() for name, each in tensors.items()})
+    found = TRITON.scaled_linear(x.cuda(), there)
+    assert float((found.double() - expected).norm() / expected.norm()) < 5e-3
 
 
 def test_a_weight_past_32_bits() -> None:

@@ -12,6 +12,10 @@ from tests.helpers.ops_checks import at_slots
 
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
 from fleetfoot.kernels.elementwise import DeferredRMSNorm
+from fleetfoot.kernels.quantized import scaled_hopper
+from fleetfoot.kernels.quantized.epilogue import PLAIN_EPILOGUE, Epilogue
+from fleetfoot.kernels.quantized.scaled import FP8, ScaledMatrix, quantize_rows
+from fleetfoot.kernels.quantized.scaled_hopper import ScaledProduct, launch_scaled_hopper
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel
 from fleetfoot.kernels.runtime.row_padding import padded_rows
 from fleetfoot.kernels_hopper.linear import decode_product, gated_product, tensor_maps
@@ -39,8 +43,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[CudaKernel, 
 @pytest.fixture(autouse=True)
 def _on_cpu(compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_maps, "driver_call", encode_tensor_map)
-    for module in (decode_product, gated_product):
+    for module in (decode_product, gated_product, scaled_hopper):
         monkeypatch.setattr(module, "load", compiled)
+    for module in (decode_product, gated_product):
         module._weight_map.cache_clear()  # of memory that may be other tensors' now
     torch.manual_seed(0)
 
@@ -187,3 +192,76 @@ def test_gates_of_any_size(activation: str) -> None:
     assert output.isfinite().all()
     gated_product._weight_map.cache_clear()
     assert gated_product.multiply_gated_wide(x, weight, GatedTiling(192, 128), activation)[:, 5].isnan().all()
+
+
+def scaled_weight(num_outputs: int, num_inputs: int, kind: str, rows: int, *, has_bias: bool = False) -> ScaledMatrix:
+    values = (torch.randn(num_outputs, num_inputs) * 60).clamp(-448, 448).to(FP8)
+    columns = 128 if kind == "group" else num_inputs
+    scales = (torch.rand(-(-num_outputs // rows), num_inputs // columns) + 0.5) * 1e-3
+    static = torch.tensor([0.02]) if kind == "static" else None
+    return ScaledMatrix(values, scales, rows, columns, kind, static, random(num_outputs) if has_bias else None)
+
+
+def scaled_product(x: torch.Tensor, weight: ScaledMatrix) -> torch.Tensor:
+    """In float64, of inputs that are quantized first."""
+    values, scales = quantize_rows(x, weight)
+    wide = scales.double().repeat_interleave(x.shape[1] // scales.shape[1], dim=1)
+    bias = 0.0 if weight.bias is None else weight.bias.double()
+    return (values.double() * wide) @ weight.dequantized().double().T + bias
+
+
+def launch(
+    x: torch.Tensor, weight: ScaledMatrix, tiling: ScaledProduct, size: int, epilogue: Epilogue = PLAIN_EPILOGUE
+) -> torch.Tensor:
+    """One row as it is, more of them quantized."""
+    output, scales = torch.empty(len(x), size, dtype=x.dtype), None
+    if len(x) > 1:
+        x, scales = quantize_rows(x, weight)
+    launch_scaled_hopper(output, x, None if weight.activations == "static" else scales, weight, tiling, epilogue)
+    return output
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 8])
+@pytest.mark.parametrize(
+    ("kind", "rows", "num_outputs", "num_inputs", "tiling"),
+    [
+        ("group", 128, 200, 512, ScaledProduct(1, 4, 2, 2)),  # a tile that ends behind the last output
+        ("group", 1, 64, 640, ScaledProduct(2, 2, 1, 1)),  # warps with different numbers of groups
+        ("token", 1, 72, 256, ScaledProduct(2, 4, 4, 1)),  # warps without a group
+        ("static", 96, 96, 384, ScaledProduct(1, 2, 1, 4)),
+    ],
+    ids=str,
+)
+def test_weights_in_fp8(
+    num_rows: int, kind: str, rows: int, num_outputs: int, num_inputs: int, tiling: ScaledProduct
+) -> None:
+    weight = scaled_weight(num_outputs, num_inputs, kind, rows, has_bias=num_rows == 5)
+    x = random(num_rows, num_inputs)
+    x[:, 7] = 30.0  # other groups have other scales
+    if kind != "static":
+        x[0, -128:] = 0.0
+    assert error(launch(x, weight, tiling, num_outputs), scaled_product(x, weight)) < 2.5e-3
+    if num_rows > 1:
+        x[1, 3] = torch.nan
+        isnan = launch(x, weight, tiling, num_outputs).isnan()
+        assert isnan[1].all() and not isnan[0].any()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("kind", ["group", "token"])
+def test_weights_in_fp8_between_norms(num_rows: int, kind: str) -> None:
+    x, _ = deferred(num_rows, 384)
+    factor = (x.squares.double().sum(0) / 384 + x.eps).rsqrt()[:, None]
+    gated = scaled_weight(2 * 48, 384, kind, 16 if kind == "group" else 1)
+    gate, up = (scaled_product(x.weighted, gated) * factor).chunk(2, dim=1)
+    for index, activation in enumerate(ACTIVATIONS, 1):
+        output = launch(x.weighted, gated, ScaledProduct(2, 2, 2, 1), 48, Epilogue(x, gated=index))
+        assert error(output, ACTIVATIONS[activation](gate) * up) < 6e-3
+
+    weight, residual, norm = scaled_weight(80, 384, kind, 1), random(num_rows, 80), torch.rand(80).bfloat16() + 0.5
+    result = DeferredRMSNorm.empty(residual, 3, 1e-6)
+    epilogue = Epilogue(add_norm=(residual, norm, result), scale=0.5)
+    weighted = launch(x.weighted, weight, ScaledProduct(2, 2, 2, 1), 80, epilogue)
+    assert error(result.total, scaled_product(x.weighted, weight) * 0.5 + residual.double()) < 4e-3
+    assert torch.equal(weighted, (result.total.float() * norm.float()).bfloat16())
+    assert error(result.squares.sum(0), result.total.double().square().sum(1)) < 1e-5

@@ -149,6 +149,11 @@ def gelu_and_mul_torch(gate_up: torch.Tensor) -> torch.Tensor:
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
+def mul_sigmoid_torch(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """``x * sigmoid(gate)``, both ``[num_tokens, width]``; the rows of the gate may be parts of longer ones."""
+    return x * gate.sigmoid()
+
+
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
     """See `rms_norm_torch`: ``x [..., hidden]`` -> the same shape.
 
@@ -275,6 +280,19 @@ def gelu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     return _activate(gate_up, "gelu_tanh")
 
 
+def mul_sigmoid_triton(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """See `mul_sigmoid_torch`; rounded once."""
+    num_rows, width = x.shape
+    output = torch.empty_like(x)
+    if output.numel() > 0:
+        overlap = can_overlap(x.device)
+        _mul_sigmoid_kernel[(num_rows, cdiv(width, _ACTIVATION_TILE))](
+            output, x.contiguous(), gate, gate.stride(0), width, tile=_ACTIVATION_TILE, overlap=overlap,
+            **launch_options(overlap),
+        )  # fmt: skip
+    return output
+
+
 def _activate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     num_rows, width = gate_up.shape
     if width % 2:
@@ -315,3 +333,16 @@ def _activation_kernel(
     ups = tl.load(gate_ptr + width, mask=in_row, other=0.0)
     result = activate_and_mul(gates, ups, gate)
     tl.store(output_ptr + row * width + column, result.to(output_ptr.dtype.element_ty), mask=column < width)
+
+
+@triton_kernel()
+def _mul_sigmoid_kernel(output_ptr, x_ptr, gate_ptr, gate_stride, width, tile: tl.constexpr, overlap: tl.constexpr):
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * tile + tl.arange(0, tile)
+    in_row = column < width
+    x = tl.load(x_ptr + row * width + column, mask=in_row, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=in_row, other=0.0).to(tl.float32)
+    result = x / (1.0 + tl.exp(-gate))
+    tl.store(output_ptr + row * width + column, result.to(output_ptr.dtype.element_ty), mask=in_row)

@@ -255,6 +255,8 @@ class Kernels:
     add_shared: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     """The experts' output with that of an expert of every token, times its gate: see
     `fleetfoot.kernels.experts.experts.add_shared_torch`."""
+    mul_sigmoid: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """The gate of an attention layer's output: see `fleetfoot.kernels.elementwise.mul_sigmoid_torch`."""
     experts: MakeExperts
     """Makes the matrices of a layer's experts, or takes quantized ones; a call multiplies with them: `TorchExperts`, or
     a subclass."""

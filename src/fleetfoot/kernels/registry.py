@@ -115,6 +115,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "route": {"triton": "experts.routing_triton", "torch": "experts.experts"},
         "local_routing": {"triton": "experts.routing_triton", "torch": "experts.experts"},
+        "mul_sigmoid": {"triton": "elementwise", "torch": "elementwise"},
         "add_shared": {"triton": "experts.experts_triton", "torch": "experts.experts"},
         "experts": {
             "triton": "experts.experts_triton:TritonExperts",

@@ -24,6 +24,10 @@ from fleetfoot.records.weights import WeightSpec
 class GatedAttention(Attention):
     """Attention with a sigmoid gate on each head's output."""
 
+    def __init__(self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int):
+        super().__init__(config, context, cos_sin, layer, kv_index)
+        self._mul_sigmoid = context.ops.mul_sigmoid
+
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape. Writes the tokens' K and V to the layer's KV cache."""
         gate_and_qkv = self.project(x)
@@ -31,7 +35,7 @@ class GatedAttention(Attention):
         gate, qkv = gate_and_qkv[:, :size], gate_and_qkv[:, size:]
         query = self.paged.rotate_and_cache(qkv, ctx)  # [num_tokens, num_heads, head_dim]
         attended = self.paged.attend(query, ctx, ctx.attention_of(self.paged.kv_index)).flatten(1)
-        return self.o_proj(attended * gate.sigmoid())
+        return self.o_proj(self._mul_sigmoid(attended, gate))
 
 
 class Qwen3NextLayer(HybridLayer):

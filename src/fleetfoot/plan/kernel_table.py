@@ -29,6 +29,7 @@ from fleetfoot.kernels.linear.choices import LinearChoices, ProductKind
 from fleetfoot.kernels.linear.linear_triton import TritonLinear
 from fleetfoot.kernels.quantized import BLOCK_GROUP, block_form
 from fleetfoot.kernels.quantized.packed_triton import has_hopper_groups, packed_tiling
+from fleetfoot.kernels.quantized.scaled_hopper import has_hopper_form
 from fleetfoot.kernels.quantized.scaled_triton import FEW_ROWS as FEW_QUANTIZED_ROWS
 from fleetfoot.kernels.quantized.scaled_triton import scaled_tiling
 from fleetfoot.kernels.registry import load_kernels
@@ -143,8 +144,11 @@ class _Matrix:
         """The kernel without norms before or after it."""
         sizes, num_sms = (rows, self.choices.num_rows, self.choices.num_inputs), self.choices.limits.num_sms
         if isinstance(self._method, Scaled):
-            block = self._method.form.block[1] or self.choices.num_inputs
-            return f"quantize_rows, {scaled_tiling(*sizes, block, num_sms)}"
+            form, columns = self._method.form, self._method.form.block[1] or self.choices.num_inputs
+            hopper = form.values == "fp8" and self.choices.dtype == "bfloat16"
+            hopper = hopper and has_hopper_form(form.activations, columns, self.choices.num_inputs)
+            tiling = scaled_tiling(*sizes, columns, num_sms, hopper=hopper)
+            return str(tiling) if rows == 1 and tiling.kernel == "hopper" else f"quantize_rows, {tiling}"
         if isinstance(self._method, Packed):
             choices, few = self.choices, rows <= FEW_QUANTIZED_ROWS
             hopper = has_hopper_groups(self._method.form.block[1] or choices.num_inputs, choices.num_inputs)

@@ -23,6 +23,7 @@ from fleetfoot.kernels.quantized import packed_triton, scaled_triton
 from fleetfoot.kernels.quantized.epilogue import Epilogue
 from fleetfoot.kernels.quantized.packed import PackedMatrix
 from fleetfoot.kernels.quantized.scaled import ScaledMatrix
+from fleetfoot.kernels.quantized.scaled_hopper import has_hopper_kernel
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.row_padding import empty_rows
 from fleetfoot.kernels.runtime.triton_support import cdiv
@@ -75,7 +76,11 @@ class _Chained:
         self._stored = weight.values if isinstance(weight, ScaledMatrix) else weight.words
         self._num_inputs = weight.values.shape[1] if isinstance(weight, ScaledMatrix) else weight.num_inputs
         self._num_sms = gpu_limits(self._stored.device).num_sms
-        self._hopper = isinstance(weight, PackedMatrix) and packed_triton.has_hopper_kernel(weight)
+        if isinstance(weight, ScaledMatrix):
+            # Without blocks, a chain of the others is as fast: they prefetch.
+            self._hopper = weight.columns < self._num_inputs and has_hopper_kernel(weight, torch.bfloat16)
+        else:
+            self._hopper = packed_triton.has_hopper_kernel(weight)
 
     def rotate_and_cache(
         self,
@@ -107,7 +112,7 @@ class _Chained:
     def _tiling(self, num_rows: int, num_outputs: int) -> scaled_triton.ScaledTiling | packed_triton.PackedTiling:
         sizes = num_rows, num_outputs, self._num_inputs
         if isinstance(self._weight, ScaledMatrix):
-            return scaled_triton.scaled_tiling(*sizes, self._weight.columns, self._num_sms)
+            return scaled_triton.scaled_tiling(*sizes, self._weight.columns, self._num_sms, hopper=self._hopper)
         return packed_triton.packed_tiling(*sizes, self._num_sms, hopper=self._hopper)
 
     def _launch(self, output: torch.Tensor, x: torch.Tensor, epilogue: Epilogue) -> None:

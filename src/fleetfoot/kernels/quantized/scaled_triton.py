@@ -21,6 +21,7 @@ from fleetfoot.kernels.linear.triton_kernels import write_outputs
 from fleetfoot.kernels.quantized import WRITTEN_OUTPUTS
 from fleetfoot.kernels.quantized.epilogue import PLAIN_EPILOGUE, Epilogue, load_norm_inputs
 from fleetfoot.kernels.quantized.scaled import FP8, ScaledMatrix, scaled_linear_torch
+from fleetfoot.kernels.quantized.scaled_hopper import has_hopper_kernel, hopper_product, launch_scaled_hopper
 from fleetfoot.kernels.runtime.dependent_launch import (
     can_overlap,
     launch_dependents,
@@ -53,11 +54,12 @@ class ScaledTiling:
     """The kernel for a number of rows."""
 
     kernel: str
-    """``few``, ``tiled`` or ``library``."""
+    """``hopper``, ``few``, ``tiled`` or ``library``."""
     outputs: int = 0
     inputs: int = 0
     row_tile: int = 0
     stages: int = 0
+    """hopper: groups of inputs that a warp loads ahead."""
     num_warps: int = 4
     splits: int = 1
 
@@ -69,13 +71,24 @@ class ScaledTiling:
 
 
 def scaled_tiling(
-    num_rows: int, num_outputs: int, num_inputs: int, columns: int, num_sms: int, *, has_library: bool = True
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    columns: int,
+    num_sms: int,
+    *,
+    has_library: bool = True,
+    hopper: bool = False,
 ) -> ScaledTiling:
-    """``columns``: inputs that share a scale; ``has_library``: whether the library has the product.
+    """``columns``: inputs that share a scale; ``has_library``: whether the library has the product; ``hopper``: whether
+    that kernel may be taken.
 
     The shapes of Llama-3.1-8B on an H100 chose the numbers (`docs/experiments/quantization.md`).
     """
     has_blocks = columns < num_inputs
+    if hopper and (product := hopper_product(num_rows, num_outputs, num_inputs, num_sms, has_groups=has_blocks)):
+        outputs, row_tile = 16 * product.tiles, min(8, num_rows)
+        return ScaledTiling("hopper", outputs, 128, row_tile, product.ahead, product.warps)
     inputs = min(128, columns & -columns) if has_blocks else 128
     if num_rows == 1 and has_blocks and inputs >= 64:
         # Smaller groups have more scales than loads in flight: with groups of 32, 6,144 outputs of 4,096 inputs took
@@ -127,7 +140,7 @@ def scaled_linear_triton(x: torch.Tensor, weight: ScaledMatrix) -> torch.Tensor:
     has_library = bool(weight.activations) and weight.values.dtype is FP8 and x.device.type == "cuda"
     has_library = has_library and (has_blocks or (weight.rows == 1 and num_outputs % _LIBRARY_MULTIPLE == 0))
     sizes = num_rows, num_outputs, num_inputs, weight.columns, gpu_limits(x.device).num_sms
-    tiling = scaled_tiling(*sizes, has_library=has_library)
+    tiling = scaled_tiling(*sizes, has_library=has_library, hopper=has_hopper_kernel(weight, x.dtype))
     x = x if x.stride(1) == 1 else x.contiguous()
     if not num_rows:
         return x.new_empty(0, num_outputs)
@@ -183,7 +196,7 @@ def launch_scaled(x: torch.Tensor, weight: ScaledMatrix, tiling: ScaledTiling) -
     """The product ``[n, out]`` of ``x [n, in]`` by a kernel of this module."""
     num_rows, (num_outputs, num_inputs) = x.shape[0], weight.values.shape
     output = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
-    if tiling.kernel == "few":
+    if tiling.kernel in ("hopper", "few"):
         launch_scaled_few_rows(output, x, weight, tiling)
         return output
     overlap, kind = can_overlap(x.device), _kind(weight)
@@ -228,6 +241,13 @@ def launch_scaled_few_rows(
     source, scales = x, x if weight.input_scale is None else weight.input_scale
     if is_quantized:
         source, scales = quantize_rows_triton(x, weight)
+    if tiling.kernel == "hopper":
+        sizes = num_rows, num_outputs, num_inputs, gpu_limits(x.device).num_sms
+        has_groups, gated = weight.columns < num_inputs, epilogue.gated > 0
+        product = hopper_product(*sizes, has_groups=has_groups, gated=gated)
+        assert product is not None
+        launch_scaled_hopper(output, source, scales if num_rows > 1 else None, weight, product, epilogue)
+        return
     _scaled_few_rows_kernel[(cdiv(num_outputs, tiling.outputs),)](
         output, source, scales, weight.values, weight.scales, output if weight.bias is None else weight.bias,
         *epilogue.tensors(output), epilogue.num_parts, epilogue.eps,
