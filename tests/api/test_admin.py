@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -68,44 +66,6 @@ def test_the_routes_are_documented(admin: httpx.Client, engine: RunningServer) -
 
 def test_without_the_flag_there_are_no_such_routes(client: httpx.Client) -> None:
     assert client.post("/sleep").status_code == client.get("/is_paused").status_code == 404
-
-
-@pytest.mark.parametrize(
-    ("begin", "end", "state"),
-    [
-        ("/pause?mode=keep&clear_cache=false", "/resume", (True, False)),
-        ("/pause", "/resume", (True, False)),
-        ("/sleep?level=1&mode=keep", "/wake_up", (True, True)),
-        ("/sleep?level=2", "/wake_up?tags=weights&tags=kv_cache", (True, True)),
-    ],
-)
-def test_requests_wait_meanwhile(
-    engine: RunningServer, admin: httpx.Client, text: str, begin: str, end: str, state: tuple[bool, bool]
-) -> None:
-    assert admin.post(begin).status_code == 200
-    answer = admin.get("/is_paused").json()
-    assert (answer["is_paused"], answer["is_sleeping"]) == state
-    assert httpx.get(f"{engine.url}/health").status_code == 200
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(generate, engine)
-        answer = admin.post(end).json()
-        assert not (answer["is_paused"] or answer["is_sleeping"])
-        assert waiting.result().json()["choices"][0]["text"] == text
-
-
-def test_a_paused_stream_goes_on(engine: RunningServer, admin: httpx.Client) -> None:
-    body = {**BODY, "max_tokens": 200, "stream": True}
-    headers = {"Authorization": "Bearer secret", "X-Request-Id": "mine"}
-    with httpx.stream("POST", f"{engine.url}/v1/completions", json=body, headers=headers, timeout=60) as response:
-        lines = response.iter_lines()
-        next(lines)
-        assert admin.post("/pause", json={"mode": "keep"}).json()["is_paused"]
-        assert not admin.post("/resume").json()["is_paused"]
-        assert admin.post("/abort_requests", json={"request_ids": ["other"]}).json()["request_ids"] == []
-        assert admin.post("/abort_requests", json={"request_ids": ["mine"]}).json()["request_ids"] == ["mine"]
-        events = [line for line in lines if line]
-    assert events[-1] == "data: [DONE]"
-    assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
 
 
 def test_weights_and_settings(engine: RunningServer, admin: httpx.Client, text: str) -> None:

@@ -59,33 +59,6 @@ def test_likelihoods(client: httpx.Client, expected: list[Any], max_tokens: int,
         assert (tops == logprobs["tokens"][num_context:end]) == is_greedy
 
 
-def test_a_greedy_continuation(client: httpx.Client, tokenizer: Any) -> None:
-    context = tokenizer("Once upon a time").input_ids
-    body = {"prompt": context, "max_tokens": 12, "temperature": 0, "return_token_ids": True, "logprobs": 1}
-    choice = client.post("/v1/completions", json=body).json()["choices"][0]
-    body |= {"prompt": [*context, *choice["token_ids"]], "max_tokens": 1, "echo": True}
-    echoed = client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
-    begin, end = len(context), len(context) + 12
-    assert echoed["token_logprobs"][begin:end] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
-    assert [max(top, key=top.get) for top in echoed["top_logprobs"][begin:end]] == echoed["tokens"][begin:end]
-
-
-@pytest.mark.parametrize("as_ids", [True, False], ids=["ids", "texts"])
-@pytest.mark.parametrize("named", [True, False], ids=["token_id", "text"])
-def test_offsets_are_places_in_the_text(client: httpx.Client, tokenizer: Any, as_ids: bool, named: bool) -> None:
-    prompt = "The crow sat."
-    body = {"prompt": tokenizer(prompt).input_ids if as_ids else prompt, "max_tokens": 8, "temperature": 0}
-    body |= {"echo": True, "logprobs": 0, "return_tokens_as_token_ids": named}
-    choice = client.post("/v1/completions", json=body).json()["choices"][0]
-    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
-    if named:
-        tokens = [tokenizer.decode(int(token.removeprefix("token_id:"))) for token in tokens]
-    ends = [*offsets[1:], len(choice["text"])]
-    parts = [choice["text"][begin:end] for begin, end in zip(offsets, ends, strict=True)]
-    assert parts[1:] == tokens[1:]
-    assert parts[0] == (tokenizer.bos_token if as_ids else "")
-
-
 def test_a_stream_has_the_logprobs_of_a_prompt_in_chunks() -> None:
     """They are sent when the last chunk is computed, with the first token."""
     prompt = list(range(100, 190))

@@ -14,10 +14,10 @@ import msgspec
 import pydantic
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from anthropic.types import Message, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 
-from fleetfoot import LLM, SamplingParams
+from fleetfoot import LLM
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.parsers.base import MessageDelta, ToolCallDelta
 from fleetfoot.server.anthropic.messages import MessageAnswer, MessageEvents
@@ -66,18 +66,6 @@ def events_of(text: str) -> list[Any]:
     return events
 
 
-def test_a_message_is_that_of_the_engine(api: anthropic.Anthropic, story: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=12)
-    expected = story.chat(MESSAGES, params, use_tqdm=False)[0]
-    message = create(api, **BODY)
-    assert [block.text for block in message.content] == [expected.outputs[0].text]
-    assert (message.stop_reason, message.stop_sequence, message.role) == ("max_tokens", None, "assistant")
-    usage = message.usage
-    assert usage.input_tokens + usage.cache_read_input_tokens == len(expected.prompt_token_ids)
-    assert (usage.output_tokens, usage.cache_creation_input_tokens, message.model) == (12, 0, "story")
-    assert message._request_id.startswith("req_")
-
-
 def test_a_stream_is_the_same_message(api: anthropic.Anthropic, server: RunningServer) -> None:
     options: dict[str, Any] = {"model": "story", "messages": MESSAGES, "max_tokens": 12}
     whole = create(api, **BODY)
@@ -101,41 +89,7 @@ def test_a_stream_is_the_same_message(api: anthropic.Anthropic, server: RunningS
     assert text == whole.content[0].text and final.stop_reason == "max_tokens"
 
 
-def test_raw_bodies_have_the_shape_of_the_clients_types(client: httpx.Client) -> None:
-    body = client.post("/v1/messages", json=BODY).json()
-    Message.model_validate(body, strict=True, extra="forbid")
-    response = client.post("/v1/messages", json={**BODY, "stream": True})
-    assert response.headers["content-type"].startswith("text/event-stream") and response.headers["request-id"]
-    events = events_of(response.text)
-    kinds = [event["type"] for event in events]
-    assert kinds[:2] == ["message_start", "content_block_start"]
-    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-    assert set(kinds[2:-3]) == {"content_block_delta"}
-    assert events[0]["message"]["content"] == [] and events[0]["message"]["stop_reason"] is None
-    count = {name: BODY[name] for name in ("model", "messages")}
-    MessageTokensCount.model_validate(client.post("/v1/messages/count_tokens", json=count).json(), extra="forbid")
-
-
-def test_stop_reasons(api: anthropic.Anthropic) -> None:
-    whole = create(api, **{**BODY, "max_tokens": 40}).content[0].text
-    stop = whole[20:26]
-    message = create(api, **{**BODY, "max_tokens": 40}, stop_sequences=["nowhere", stop])
-    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
-    assert message.content[0].text == whole[: whole.index(stop)]
-    assert create(api, **{**BODY, "max_tokens": 1900}).stop_reason == "end_turn"
-
-
 CROW = {"type": "text", "text": "Tell me a story about a crow."}
-TURNS = [
-    [{"role": "user", "content": [CROW]}],
-    [{"role": "user", "content": [{**CROW, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]}],
-    [*MESSAGES, {"role": "assistant", "content": ""}],
-]
-
-
-@pytest.mark.parametrize("messages", TURNS, ids=["blocks", "cache_control", "empty-prefill"])
-def test_forms_of_the_same_conversation(api: anthropic.Anthropic, messages: Any) -> None:
-    assert create(api, **{**BODY, "messages": messages}).content == create(api, **BODY).content
 
 
 @pytest.mark.parametrize(
@@ -171,18 +125,6 @@ def test_conversations_become_prompts(
     message = create(api, **{**BODY, "max_tokens": 3, **fields})
     assert message.usage.input_tokens + message.usage.cache_read_input_tokens == len(prompt)
     assert api.messages.count_tokens(model="story", **fields).input_tokens == len(prompt)
-
-
-def test_a_prefill_is_continued(api: anthropic.Anthropic, story: LLM) -> None:
-    text = create(api, **{**BODY, "max_tokens": 20}).content[0].text
-    prefill = text[: len(text) // 2].rstrip()
-    messages = [*MESSAGES, {"role": "assistant", "content": prefill}]
-    prompt = story.get_tokenizer().apply_chat_template(
-        messages, continue_final_message=True, add_generation_prompt=False, return_dict=False
-    )
-    message = create(api, **{**BODY, "messages": messages})
-    expected = story.generate({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=12))[0]
-    assert message.content[0].text == expected.outputs[0].text
 
 
 BLOCK = "messages[0].content[0]"
@@ -253,13 +195,6 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize("field", ACCEPTED, ids=str)
-def test_fields_that_are_accepted(client: httpx.Client, field: dict[str, Any]) -> None:
-    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "context-1m-2025-08-07"}
-    response = client.post("/v1/messages?beta=true", json={**BODY, "max_tokens": 1, **field}, headers=headers)
-    assert response.status_code == 200, response.text
-
-
 def test_errors_have_anthropics_envelope(client: httpx.Client, server: RunningServer, api: anthropic.Anthropic) -> None:
     for status, kind, response in (
         (401, "authentication_error", httpx.post(f"{server.url}/v1/messages", json=BODY, headers={"x-api-key": "no"})),
@@ -283,17 +218,6 @@ class Report(pydantic.BaseModel):
     score: Literal[1, 2, 3]
 
 
-def test_an_output_format_is_that_of_the_text(api: anthropic.Anthropic, client: httpx.Client) -> None:
-    options: dict[str, Any] = {"model": "story", "messages": MESSAGES, "max_tokens": 200}
-    message = api.messages.parse(**options, output_format=Report)
-    assert isinstance(message.parsed_output, Report) and message.stop_reason == "end_turn"
-    with api.messages.stream(**options, output_format=Report) as stream:
-        assert isinstance(stream.get_final_message().parsed_output, Report)
-    form = {"type": "json_schema", "schema": {"const": 12}}
-    body = client.post("/v1/messages", json={**options, "output_format": form}).json()
-    assert body["content"][0]["text"] == "12"
-
-
 # --- tools ------------------------------------------------------------------------------------------------------------
 
 CITY = {"enum": ["Rome", "Linz"]}
@@ -302,59 +226,6 @@ WEATHER: Any = {
     "input_schema": {"type": "object", "properties": {"city": CITY, "days": {"enum": [1, 2]}}, "required": ["city"]},
 }
 CLOCK: Any = {"name": "clock", "input_schema": {"type": "object", "properties": {}}}
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_an_agent_uses_tools_ten_times(api: anthropic.Anthropic, streams: bool) -> None:
-    messages, ids = list(MESSAGES), set()
-    for number in range(10):
-        choice = {"type": "tool", "name": "weather"} if number % 2 else {"type": "any"}
-        options: Any = {"model": "story", "messages": messages[:1] + messages[1:][-2:], "max_tokens": 200}
-        options |= {"tools": [WEATHER, CLOCK], "tool_choice": {**choice, "disable_parallel_tool_use": True}}
-        count = api.messages.count_tokens(**{name: one for name, one in options.items() if name != "max_tokens"})
-        if streams:
-            with api.messages.stream(**options) as stream:
-                pieces = [event.partial_json for event in stream if event.type == "input_json"]
-                message = stream.get_final_message()
-            assert json.loads("".join(pieces) or "{}") == message.content[-1].to_dict()["input"]
-        else:
-            message = api.messages.create(**options)
-        assert message.stop_reason == "tool_use"
-        assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == count.input_tokens
-        (call,) = [block for block in message.content if block.type == "tool_use"]
-        assert call.name == "weather" or number % 2 == 0
-        if call.name == "weather":
-            assert call.input["city"] in CITY["enum"]
-        ids.add(call.id)
-        result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
-        messages += [message.to_param(), {"role": "user", "content": [result]}]
-    assert len(ids) == 10
-
-
-def test_the_clients_tool_runner(api: anthropic.Anthropic) -> None:
-    """It tries to send a conversation in parts first, and sends all of it after the server's error."""
-    cities = []
-
-    @anthropic.beta_tool
-    def weather(city: Literal["Rome", "Linz"]) -> str:
-        """Of a city."""
-        cities.append(city)
-        return "sunny"
-
-    runner = api.beta.messages.tool_runner(
-        model="story", messages=MESSAGES, max_tokens=200, max_iterations=3, tools=[weather],
-        tool_choice={"type": "any", "disable_parallel_tool_use": True},
-    )  # fmt: skip
-    replies = list(runner)
-    assert [reply.stop_reason for reply in replies] == ["tool_use"] * 3 and set(cities) <= {"Rome", "Linz"}
-    assert len(cities) >= 2
-
-
-def test_tools_that_are_not_used(client: httpx.Client) -> None:
-    plain = client.post("/v1/messages", json=BODY).json()["content"]
-    for choice in ({"type": "auto"}, {"type": "none"}):
-        body = {**BODY, "tools": [WEATHER], "tool_choice": choice}
-        assert client.post("/v1/messages", json=body).json()["content"] == plain
 
 
 # --- tools and thinking, of a parser ----------------------------------------------------------------------------------

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import openai
 import pytest
 
 from fleetfoot import LLM, SamplingParams
-from fleetfoot.server.openai.protocol import ChatCompletion, Completion
 from tests.helpers.server import RunningServer, refusal_of_full_queue
 
 PROMPT = "Once upon a time"
@@ -53,20 +51,6 @@ def greedy(story: LLM, prompt: Any, **fields: Any) -> Any:
     return story.generate(prompt, SamplingParams(temperature=0, **fields), use_tqdm=False)[0]
 
 
-def test_a_completion_is_that_of_the_engine(api: openai.OpenAI, story: LLM) -> None:
-    expected = greedy(story, PROMPT, max_tokens=24)
-    answer = api.completions.create(model="story", prompt=PROMPT, temperature=0, max_tokens=24)
-    assert answer.choices[0].text == expected.outputs[0].text
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(expected.prompt_token_ids), 24)
-    assert answer.model == "story"
-    chunks = list(api.completions.create(model="story", prompt=PROMPT, temperature=0, max_tokens=24, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.outputs[0].text
-    assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
-    assert len({chunk.id for chunk in chunks}) == 1
-
-
 def test_a_chat_is_that_of_the_engine(api: openai.OpenAI, story: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
     expected = story.chat(MESSAGES, params, use_tqdm=False)[0].outputs[0]
@@ -78,15 +62,6 @@ def test_a_chat_is_that_of_the_engine(api: openai.OpenAI, story: LLM) -> None:
     assert deltas[0].role == "assistant" and "".join(delta.content or "" for delta in deltas) == expected.text
     assert not chunks[-1].choices and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 12
     assert all(chunk.usage is None for chunk in chunks[:-1])
-
-
-def test_contents_can_be_parts_and_roles_developer(api: openai.OpenAI) -> None:
-    parts: Any = [{"role": "user", "content": [{"type": "text", "text": MESSAGES[0]["content"]}]}]
-    texts = [
-        api.chat.completions.create(model="story", messages=messages, temperature=0, max_completion_tokens=6)
-        for messages in (MESSAGES, parts)
-    ]
-    assert texts[0].choices[0].message == texts[1].choices[0].message
 
 
 @pytest.mark.parametrize("prompt", [[PROMPT, "The crow"], [[1, 5, 7], [9]], [4, 5, 6]], ids=str)
@@ -101,31 +76,6 @@ def test_forms_of_prompts(api: openai.OpenAI, story: LLM, prompt: Any) -> None:
     for chunk in api.completions.create(model="story", prompt=prompt, temperature=0, max_tokens=5, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert list(texts.values()) == expected
-
-
-def test_n_and_seed(api: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"model": "story", "prompt": PROMPT, "n": 3, "seed": 7, "max_tokens": 8}
-    first, second = (api.completions.create(**options) for _ in range(2))
-    texts = [choice.text for choice in first.choices]
-    assert texts == [choice.text for choice in second.choices]
-    assert len(set(texts)) > 1
-    streamed = dict.fromkeys(range(3), "")
-    for chunk in api.completions.create(**options, stream=True):
-        streamed[chunk.choices[0].index] += chunk.choices[0].text
-    assert list(streamed.values()) == texts
-
-
-def test_stop_strings(api: openai.OpenAI, story: LLM) -> None:
-    whole = greedy(story, PROMPT, max_tokens=40).outputs[0].text
-    stop = whole[20:26]
-    for stream in (False, True):
-        answer = api.completions.create(
-            model="story", prompt=PROMPT, temperature=0, max_tokens=40, stop=stop, stream=stream
-        )
-        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
-        assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
-        assert choices[-1].finish_reason == "stop"
-        assert choices[-1].stop_reason == stop
 
 
 def test_logprobs_of_both_dialects(api: openai.OpenAI, story: LLM) -> None:
@@ -190,44 +140,6 @@ def test_the_example_of_the_readme(server: RunningServer, capsys: pytest.Capture
     assert len(capsys.readouterr().out) > 100
 
 
-def test_models(api: openai.OpenAI) -> None:
-    assert [model.id for model in api.models.list()] == ["story", "story-llama"]
-    assert api.models.retrieve("story").id == "story"
-    with pytest.raises(openai.NotFoundError):
-        api.models.retrieve("other")
-
-
-def test_raw_bodies_have_the_declared_shape(client: httpx.Client) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 3, "logprobs": 1}
-    msgspec.json.decode(client.post("/v1/completions", json=body).content, type=Completion)
-    body = {"messages": MESSAGES, "max_tokens": 3, "logprobs": True}
-    msgspec.json.decode(client.post("/v1/chat/completions", json=body).content, type=ChatCompletion)
-    with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        events = "".join(response.iter_text()).split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    for event in events[:-2]:
-        chunk = json.loads(event.removeprefix("data: "))
-        assert chunk["object"] == "chat.completion.chunk" and set(chunk["choices"][0]) >= {
-            "index",
-            "delta",
-            "finish_reason",
-        }
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_stream_has_what_is_about_the_prompt(client: httpx.Client, n: int) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 3, "prompt_logprobs": 1, "return_token_ids": True, "n": n}
-    whole = client.post("/v1/chat/completions", json=body).json()
-    streamed = client.post("/v1/chat/completions", json={**body, "stream": True}).text
-    first, *others = [json.loads(event[6:]) for event in streamed.split("\n\n") if event.startswith("data: {")]
-    assert len(whole["prompt_logprobs"]) == len(whole["prompt_token_ids"]) > 1
-    for field in ("prompt_logprobs", "prompt_token_ids"):
-        assert first[field] == whole[field] and not any(field in chunk for chunk in others)
-    ids = [token for chunk in others for token in chunk["choices"][0].get("token_ids", ())]
-    assert len(ids) == 3 * n
-
-
 REFUSED = [
     ({"prompt": PROMPT, "nonsense": 1}, "nonsense"),
     ({"prompt": PROMPT, "temperature": "hot"}, "temperature"),
@@ -278,18 +190,6 @@ def test_a_refusal_names_the_field(client: httpx.Client, body: dict[str, Any], f
     )
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("user", "me"), ("metadata", {"a": "b"}), ("store", False), ("service_tier", "auto"), ("tools", None),
-     ("tools", []), ("response_format", {"type": "text"}), ("logit_bias", None),
-     ("top_logprobs", 0), ("seed", None), ("safety_identifier", "x"), ("seed", 7.0), ("temperature", 1)],
-    ids=str,
-)  # fmt: skip
-def test_neutral_fields_are_accepted(client: httpx.Client, field: str, value: Any) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 1, field: value}
-    assert client.post("/v1/chat/completions", json=body).status_code == 200
-
-
 def test_statuses(client: httpx.Client, server: RunningServer) -> None:
     body = {"prompt": PROMPT, "max_tokens": 1}
     statuses = {
@@ -318,22 +218,6 @@ def test_state_needs_no_key(server: RunningServer, client: httpx.Client) -> None
     assert 'fleetfoot:request_success_total{engine="0",finished_reason="length",model_name="story"}' in text
     missing = [name for name in VLLM_METRICS if f"\nvllm:{name}{{" not in text]
     assert missing == []
-
-
-def test_request_ids(client: httpx.Client) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 1}
-    response = client.post("/v1/completions", json=body, headers={"X-Request-Id": "mine-1"})
-    assert response.headers["x-request-id"] == "mine-1" and response.json()["id"] == "mine-1"
-    assert client.post("/v1/completions", json=body).json()["id"].startswith("cmpl-")
-
-
-def test_a_rank_is_one_of_those_that_there_are(client: httpx.Client) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 1}
-    for rank, status in (("0", 200), ("1", 400), ("-1", 400), ("x", 400), ("9" * 30, 400)):
-        headers = {"X-data-parallel-rank": rank, "X-Session-ID": "a conversation"}
-        response = client.post("/v1/completions", json=body, headers=headers)
-        assert response.status_code == status
-        assert status == 200 or response.json()["error"]["param"] == "x-data-parallel-rank"
 
 
 def test_tokenize_and_detokenize(client: httpx.Client, story: LLM) -> None:

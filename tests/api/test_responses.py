@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import openai
@@ -75,39 +74,6 @@ def test_events(api: openai.OpenAI, client: httpx.Client) -> None:
     assert api.responses.retrieve(events[-1].response.id) == events[-1].response
 
 
-def test_helpers_of_the_client(api: openai.OpenAI, server: RunningServer) -> None:
-    options = {**OPTIONS, "max_output_tokens": None, "input": INPUT, "extra_body": {"stop": [" "]}}
-    expected = api.responses.create(**options)
-    assert expected.status == "completed" and expected.output_text
-    with api.responses.stream(**options) as stream:
-        assert texts(stream.get_final_response()) == texts(api.responses.parse(**options)) == texts(expected)
-
-    async def run() -> Any:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as made:
-            created = [event async for event in await made.responses.create(**options, stream=True)]
-            async with made.responses.stream(**options) as stream:
-                return created[-1], await stream.get_final_response()
-
-    last, final = asyncio.run(run())
-    assert texts(last.response) == texts(final) == texts(expected)
-
-
-class Bird(pydantic.BaseModel):
-    name: Literal["crow", "jay"]
-    can_fly: bool
-
-
-def test_structured_output(api: openai.OpenAI, server: RunningServer) -> None:
-    options = {**OPTIONS, "max_output_tokens": None, "input": INPUT, "text_format": Bird}
-    parsed = api.responses.parse(**options)
-    assert isinstance(parsed.output_parsed, Bird) and parsed.status == "completed"
-    with api.responses.stream(**options) as stream:
-        assert stream.get_final_response().output_parsed == parsed.output_parsed
-    assert parsed.text is not None and parsed.text.format is not None and parsed.text.format.type == "json_schema"
-    text: Any = {"format": {"type": "json_object"}}
-    assert api.responses.create(model="story", input=INPUT, text=text, max_output_tokens=3).output_text[0] == "{"
-
-
 def test_a_conversation_continues(api: openai.OpenAI) -> None:
     first = api.responses.create(**OPTIONS, input=INPUT)
     user: Any = {"role": "user", "content": [{"type": "input_text", "text": INPUT}]}
@@ -168,46 +134,6 @@ def test_background(api: openai.OpenAI) -> None:
     assert api.responses.retrieve(running.id).status == "cancelled"
 
 
-def test_streams_in_the_background(api: openai.OpenAI, client: httpx.Client) -> None:
-    options: Any = {**OPTIONS, "input": INPUT, "background": True}
-    stream = api.responses.create(**options, stream=True)
-    created = next(iter(stream))
-    assert created.type == "response.created"
-    stream.close()  # generation goes on
-    rest = list(api.responses.retrieve(created.response.id, stream=True, starting_after=0))
-    assert [event.sequence_number for event in rest] == list(range(1, len(rest) + 1))
-    assert rest[-1].type == "response.incomplete" and api.responses.retrieve(created.response.id) == rest[-1].response
-    assert list(api.responses.retrieve(created.response.id, stream=True, starting_after=0)) == rest
-
-
-def test_logprobs(api: openai.OpenAI, client: httpx.Client) -> None:
-    chat = api.chat.completions.create(
-        model="story", messages=[{"role": "user", "content": INPUT}], temperature=0, max_tokens=10, logprobs=True,
-        top_logprobs=2,
-    )  # fmt: skip
-    body = {**OPTIONS, "input": INPUT, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
-    (message,) = client.post("/v1/responses", json=body).json()["output"]
-    expected = chat.choices[0].logprobs
-    assert expected is not None and expected.content is not None
-    assert message["content"][0]["logprobs"] == [one.model_dump() for one in expected.content]
-    events = raw_events(client, body)
-    streamed = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
-    assert [one.to_dict() for one in streamed] == message["content"][0]["logprobs"]
-
-
-def test_truncation(api: openai.OpenAI) -> None:
-    items: list[Any] = [{"role": "system", "content": "You tell stories."}]
-    items += [{"role": role, "content": "word " * 300} for role in ("user", "assistant") * 6]
-    items.append({"role": "user", "content": INPUT})
-    with pytest.raises(openai.BadRequestError) as raised:
-        api.responses.create(**OPTIONS, input=items)
-    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "input")
-    response = api.responses.create(**OPTIONS, input=items, truncation="auto")
-    num_tokens = [count(api, [items[0], *items[start:]]) for start in range(1, len(items), 2)]
-    fitting = [number for number in num_tokens if number <= 2048 - 10]
-    assert response.usage is not None and response.usage.input_tokens == max(fitting) < max(num_tokens)
-
-
 def count(api: openai.OpenAI, items: list[Any]) -> int:
     return api.responses.input_tokens.count(model="story", input=items).input_tokens
 
@@ -253,22 +179,6 @@ def test_an_agent_calls_tools(api: openai.OpenAI, client: httpx.Client, streams:
 def texts_or_calls(response: Any) -> Any:
     assert response.usage is not None
     return response.output_text, response.usage.input_tokens
-
-
-class GetWeather(pydantic.BaseModel):
-    city: Literal["Rome", "Linz"]
-
-
-def test_arguments_are_parsed(api: openai.OpenAI) -> None:
-    form: Any = openai.pydantic_function_tool(GetWeather)
-    tool = {"type": "function", **form["function"]}
-    options: Any = {"model": "story", "input": INPUT, "tools": [tool], "tool_choice": "required"}
-    with api.responses.stream(**options, parallel_tool_calls=False) as stream:
-        (streamed,) = stream.get_final_response().output
-    (parsed,) = api.responses.parse(**options, parallel_tool_calls=False).output
-    for call in (streamed, parsed):
-        assert call.type == "function_call" and isinstance(call.parsed_arguments, dict)
-        assert GetWeather(**call.parsed_arguments).city in ("Rome", "Linz")
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -80,18 +80,6 @@ def test_streamed_arguments_are_those_of_the_whole_response(api: openai.OpenAI) 
     assert not any(delta.content for delta in deltas)
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_each_of_several_streamed_choices_ends_once(client: httpx.Client, path: str) -> None:
-    prompt = {"prompt": "Once"} if path == "completions" else {"messages": ASK, "tools": TOOLS}
-    body = {**prompt, "n": 3, "seed": 1, "max_tokens": 40, "stream": True, "stop": ["."]}
-    lines = client.post(f"/v1/{path}", json=body).text.split("\n")
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    for index in range(3):
-        reasons = [choice["finish_reason"] for choice in choices if choice["index"] == index]
-        assert reasons[-1] and not any(reasons[:-1])
-
-
 def test_a_cut_call_ends_with_length(api: openai.OpenAI) -> None:
     """Without its name so far, it is no content. Its arguments begin those of the whole call."""
     options: Any = {"model": MODEL, "messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0}
@@ -103,25 +91,9 @@ def test_a_cut_call_ends_with_length(api: openai.OpenAI) -> None:
             assert call.function.name == "get_weather" and whole.startswith(call.function.arguments)
 
 
-def test_a_stop_string_within_arguments_is_no_call(api: openai.OpenAI) -> None:
-    options: Any = {"model": MODEL, "messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0}
-    for stop, reason in (('"days', "stop"), ("}]", "tool_calls")):
-        answer = api.chat.completions.create(**options, stop=[stop]).choices[0]
-        assert (answer.finish_reason, answer.message.content) == (reason, None)
-        assert len(answer.message.tool_calls) == 1
-
-
 class Report(BaseModel):
     mood: Literal["good", "bad"]
     scores: tuple[Literal[1, 2], Literal[3, 4]]
-
-
-def test_the_parse_helper(api: openai.OpenAI) -> None:
-    options: Any = {"model": MODEL, "messages": ASK, "response_format": Report, "max_tokens": 400}
-    parsed = api.chat.completions.parse(**options).choices[0].message.parsed
-    assert isinstance(parsed, Report)
-    with api.chat.completions.stream(**options) as stream:
-        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Report)
 
 
 def test_strict_objects_have_no_properties_without_a_name(client: httpx.Client) -> None:
@@ -133,26 +105,6 @@ def test_strict_objects_have_no_properties_without_a_name(client: httpx.Client) 
         assert json.loads(body["choices"][0]["message"]["content"]) in ({}, {"a": 1})
         body = client.post("/v1/responses", json={**responses, "max_output_tokens": 90}).json()
         assert json.loads(body["output"][0]["content"][0]["text"]) in ({}, {"a": 1})
-
-
-@pytest.mark.parametrize(
-    ("fields", "allowed"),
-    [
-        ({"guided_choice": ["sunny", "rainy"]}, {"sunny", "rainy"}),
-        ({"guided_regex": "(ab){2}c"}, {"ababc"}),
-        ({"guided_json": {"const": 12}}, {"12"}),
-        ({"guided_json": {"const": 12}, "response_format": {"type": "text"}}, {"12"}),
-        ({"guided_grammar": 'root ::= "x" "y"'}, {"xy"}),
-        ({"structured_outputs": {"choice": ["sunny"]}}, {"sunny"}),
-    ],
-)
-def test_structured_output_of_chat_and_completions(
-    client: httpx.Client, fields: dict[str, Any], allowed: set[str]
-) -> None:
-    body = client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 20, **fields}).json()
-    assert body["choices"][0]["text"] in allowed
-    body = client.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 20, **fields}).json()
-    assert body["choices"][0]["message"]["content"] in allowed
 
 
 @pytest.mark.parametrize(
@@ -180,20 +132,6 @@ def test_an_empty_schema_allows_any_json(client: httpx.Client, path: str, fields
     with pytest.raises(json.JSONDecodeError):
         json.loads(texts[0])
     assert json.loads(texts[1]) is False
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"guided_json": {"const": [1, 2]}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": [1, 2]}}}},
-    ],
-    ids=str,
-)
-def test_a_pattern_of_white_space(client: httpx.Client, fields: dict[str, Any]) -> None:
-    body = {"messages": ASK, "max_tokens": 40, "guided_whitespace_pattern": "  ", **fields}
-    choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
-    assert "  " in choice["message"]["content"] and json.loads(choice["message"]["content"]) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -255,11 +193,3 @@ def test_a_refusal_names_the_field(client: httpx.Client, fields: dict[str, Any],
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert param.split("[")[0].split(".")[0] in response.json()["error"]["message"]
-
-
-def test_unused_tools_change_nothing(client: httpx.Client) -> None:
-    body = {"messages": ASK, "max_tokens": 8, "temperature": 0}
-    plain = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
-    for fields in ({"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}, {"reasoning_effort": "none"}):
-        message = client.post("/v1/chat/completions", json={**body, **fields}).json()["choices"][0]["message"]
-        assert message["content"] == plain and "tool_calls" not in message

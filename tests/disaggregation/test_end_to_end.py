@@ -126,22 +126,6 @@ async def test_streams(pair: Pair, expected: Outputs) -> None:
 
 
 @async_test
-async def test_requests_without_prefill(pair: Pair, expected: Outputs) -> None:
-    """With several sequences or prompt logprobs, they are computed on the decode engine alone."""
-    params = replace(PARAMS["long"], n=2)
-    async with pair.clients() as clients:
-        several = await last_output(clients.proxy, PROMPTS["long"], params, "n")
-        alone = await last_output(clients.decode, PROMPTS["long"], params, "alone")
-        assert [entry.token_ids for entry in several.outputs] == [entry.token_ids for entry in alone.outputs]
-        assert len(several.outputs) == 2
-        with_logprobs = await last_output(clients.proxy, PROMPTS["one"], replace(PARAMS["one"], prompt_logprobs=1), "p")
-        assert with_logprobs.outputs[0].token_ids == expected["one"].outputs[0].token_ids
-        assert with_logprobs.prompt_logprobs is not None and len(with_logprobs.prompt_logprobs) == 30
-        assert await clients.counts() == (0, 0, 0)
-        await clients.settled()
-
-
-@async_test
 async def test_invalid_requests(pair: Pair, expected: Outputs) -> None:
     """The error is reported; other requests go on."""
     async with pair.clients() as clients:

@@ -108,22 +108,6 @@ def test_requests_that_are_not_loaded_starve_no_others(runner: str, make: Make, 
     assert consumer.stats().transfers.loads_failed == 1  # it was evicted, and computed again
 
 
-def test_beside_host_memory(runner: str, make: Make, expected: Outputs) -> None:
-    """A request is loaded from the connector with more of its tokens; the other producer's lease is declined."""
-    producer = make("kv_producer", model_runner=runner)
-    consumer = make(
-        "kv_consumer", model_runner=runner, kv_offloading_size=0.01, enable_prefix_caching=False, **prefill_decode.SIZE
-    )
-    for _ in range(2):
-        assert tokens_of(run_requests(consumer, decodes(prefilled(producer)))) == tokens_of(expected)
-        settle(consumer)
-        sent = settle(producer)
-    assert tokens_of(run_requests(consumer, prefill_decode.REQUESTS)) == tokens_of(expected)  # without another engine
-    counters = settle(consumer)
-    assert counters["NixlConnector.blocks_loaded"] > 0 and counters["OffloadingConnector.blocks_loaded"] > 0
-    assert sent["sends_sent"] + sent.get("sends_declined", 0) == 8
-
-
 def test_several_sequences_are_refused(make: Make) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     request = decodes(prefilled(producer, ["long"]))["long"]

@@ -6,14 +6,10 @@ import copy
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.helpers.engines import TEXT_MODEL, ScriptedExecutor, drain, prompt_of, scripted_engine
 from tests.helpers.processes import Gate
 from tests.helpers.streams import assert_idle, async_test, collect, gated, run, submit, tokens_of
@@ -59,18 +55,6 @@ def test_collections_leave_the_engine_alone_while_it_runs() -> None:
         offline.generate([[5]], params(2, RequestOutputKind.FINAL_ONLY), use_tqdm=False)
     assert frozen and min(frozen) > 0
     assert gc.get_freeze_count() == 0
-
-
-@async_test
-async def test_many_streams_at_once(running: AsyncLLM) -> None:
-    streams = [running.generate(PROMPT, params(1 + number), str(number)) for number in range(30)]
-    for number, outputs in enumerate(await asyncio.gather(*map(collect, streams))):
-        assert tokens_of(outputs) == expected_tokens(1 + number)
-        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-        assert {output.request_id for output in outputs} == {str(number)}
-        assert outputs[-1].outputs[0].finish_reason == "length"
-    assert_idle(running)
-    assert running.stats().num_finished == {"length": 30}
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
@@ -144,17 +128,6 @@ async def test_the_same_tokens_as_offline(text_model: Path) -> None:
         assert [stream[-1].outputs for stream in outputs] == expected
         assert llm.runner_name in ("v1", "v2")
         assert llm.get_tokenizer() is not None
-
-
-def test_event_loops_one_after_the_other_and_at_once(running: AsyncLLM) -> None:
-    def generate(number: int, request_id: str) -> list[int]:
-        return tokens_of(run(collect(running.generate(PROMPT, params(number), request_id))))
-
-    for request_id in ("r0", "same", "r1", "same"):
-        assert generate(5, request_id) == expected_tokens(5)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(generate, range(20, 24), "abcd"))
-    assert found == [expected_tokens(number) for number in range(20, 24)]
 
 
 @async_test
@@ -246,22 +219,6 @@ async def test_leaving_the_generator_aborts_the_request(how: str, error: type[Ba
         assert llm.stats().num_generation_tokens < 20
 
 
-@async_test
-async def test_cancelled_before_its_first_output() -> None:
-    with gated() as (llm, gate):
-        running = submit(llm, PROMPT, params(4), "running")
-        await gate.arrival()
-        waiting = submit(llm, PROMPT, params(50), "waiting")
-        await asyncio.sleep(0)  # lets the task submit its request, which the engine has no time for
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        gate.open()
-        assert tokens_of(await running) == expected_tokens(4)
-        assert_idle(llm)
-        assert llm.stats().num_finished == {"length": 1, "abort": 1}
-
-
 def test_an_event_loop_that_ends_takes_its_requests_along(running: AsyncLLM) -> None:
     async def main() -> None:
         stream = running.generate(PROMPT, params(100), "r")
@@ -340,34 +297,6 @@ async def test_shutdown_ends_pending_generators() -> None:
     assert [(type(error), str(error)) for error in errors] == [(EngineDeadError, "the engine was shut down")] * 8
 
 
-FAILURE = RuntimeError("the device fell off the bus")
-
-
-@pytest.mark.parametrize("cause", [FAILURE, SystemExit(3), KeyboardInterrupt()], ids=repr)
-@async_test
-async def test_a_failure_reaches_all_requests(cause: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    for error in await errors_at(2, mock.Mock(side_effect=cause)):
-        assert isinstance(error, EngineDeadError) and error.__cause__ is cause
-        assert str(error) == (f"the engine has failed: RuntimeError: {cause}" if cause is FAILURE else str(cause))
-    assert any(repr(cause) in record.getMessage() for record in caplog.records)
-
-
-@async_test
-async def test_a_command_that_fails_ends_the_commands_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with gated() as (llm, gate):
-        failing = mock.Mock(side_effect=RuntimeError("the state is inconsistent"))
-        monkeypatch.setattr(llm._engine, "abort_request", failing)
-        before = submit(llm, PROMPT, params(50), "before")
-        await gate.arrival()
-        await llm.abort("before")
-        behind = submit(llm, PROMPT, params(50), "behind")
-        await asyncio.sleep(0)  # lets it submit its request: in the queue it stands behind the abort
-        gate.open()
-        for task in (before, behind):
-            with pytest.raises(EngineDeadError, match="the state is inconsistent"):
-                await task
-
-
 @async_test
 async def test_as_a_context_manager(text_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
@@ -392,26 +321,6 @@ def with_copies(requests: Mapping[str, int], max_tokens: int = 3) -> LLMEngine:
     return engine
 
 
-@pytest.mark.parametrize("aborted", ["r", "0_r"])
-@async_test
-async def test_an_abort_ends_one_and_not_the_other(aborted: str) -> None:
-    expected = {name: ["abort" if name == aborted else "length"] * n for name, n in (("r", 2), ("0_r", 1))}
-    engine = with_copies({name: len(each) for name, each in expected.items()})
-    engine.step()
-    engine.abort_request(aborted)
-    found = drain(engine)
-    engine.core.scheduler.check_idle()
-    with gated() as (llm, gate):
-        tasks = [submit(llm, PROMPT, copies(len(reasons)), name) for name, reasons in expected.items()]
-        await gate.arrival()  # the first step has begun
-        await llm.abort(aborted)
-        gate.open()
-        streamed = [outputs[-1] for outputs in await asyncio.gather(*tasks)]
-        assert_idle(llm)
-    for outputs in (found, streamed):
-        assert {output.request_id: [c.finish_reason for c in output.outputs] for output in outputs} == expected
-
-
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("request_id", [f"r{COPY_MARK}0", COPY_MARK, f"{COPY_MARK}r"])
 def test_the_mark_of_copies_is_the_engines_own(request_id: str, count: int, running: AsyncLLM) -> None:
@@ -422,14 +331,6 @@ def test_the_mark_of_copies_is_the_engines_own(request_id: str, count: int, runn
         run(collect(running.generate(PROMPT, copies(count), request_id)))
     assert [output.request_id for output in drain(engine)] == ["r"]
     engine.abort_request(f"r{COPY_MARK}0")  # no id of a user's: ends nothing, and is no error
-
-
-@given(st.dictionaries(st.text("r_01#\x1e", min_size=1, max_size=4), st.integers(1, 3), min_size=1, max_size=6))
-def test_no_two_sequences_have_one_id(requests: dict[str, int]) -> None:
-    engine = with_copies(requests, max_tokens=1)
-    assert len(engine.core.scheduler.requests) == sum(requests.values())
-    found = {output.request_id: [completion.token_ids for completion in output.outputs] for output in drain(engine)}
-    assert found == {name: [expected_tokens(1)] * count for name, count in requests.items()}
 
 
 @pytest.mark.parametrize(("limit", "reason"), [(True, "length"), (1e-9, "abort"), (False, None)])

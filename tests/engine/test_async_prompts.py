@@ -3,22 +3,20 @@ token wins, once."""
 
 import asyncio
 import functools
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.helpers.engines import EOS, ScriptedExecutor, scripted_engine
 from tests.helpers.processes import HANG, Gate
-from tests.helpers.streams import assert_idle, async_test, run, submit, tokens_of
+from tests.helpers.streams import assert_idle, async_test, submit, tokens_of
 
 from fleetfoot import AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.engine.input_processor import LONG_TEXT, is_long_text
+from fleetfoot.engine.input_processor import LONG_TEXT
 from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
@@ -107,24 +105,6 @@ async def test_a_short_prompt_is_tokenized_on_the_spot(setting: Setting) -> None
     assert list(setting.tokenizer.threads.values()) == [threading.main_thread()] * 2
 
 
-@async_test
-async def test_requests_behind_a_long_prompt_wait_for_it(setting: Setting) -> None:
-    tasks = [setting.submit("first", LONG), setting.submit("second", PROMPT), setting.submit("third", {"prompt": LONG})]
-    await setting.tokenizer.beginning()
-    assert not any(task.done() for task in tasks)
-    setting.tokenizer.may_end.set()
-    assert [tokens_of(outputs) for outputs in await asyncio.gather(*tasks)] == [list(range(10, 15))] * 3
-    assert setting.entered == ["first", "second", "third"]
-
-
-def test_whatis_long_text() -> None:
-    long: list[Any] = [LONG, {"prompt": LONG}, {"prompt": LONG, "prompt_token_ids": None}]
-    assert all(map(is_long_text, long))
-    ids = np.arange(5, 5 + LONG_TEXT)
-    for prompt in (LONG[1:], {"prompt": LONG, "prompt_token_ids": ids}, ids, list(ids), {"prompt": 5}, {}, None):
-        assert not is_long_text(prompt)
-
-
 class PanicError(BaseException):
     """What the `tokenizers` library raises is no Exception."""
 
@@ -149,45 +129,6 @@ async def test_a_bad_prompt_fails(prompt: Any, failure: BaseException | None, me
 
 
 @async_test
-async def test_an_id_in_use_is_the_first_thing_that_is_wrong(setting: Setting) -> None:
-    setting.tokenizer.failure = ValueError("no UTF-8 form")
-    first = setting.submit("id", LONG)  # keeps its place, and fails
-    second = setting.submit("other", PROMPT, 100)
-    third = setting.submit("other", [99999])
-    await setting.tokenizer.beginning()  # all three stand in line
-    setting.tokenizer.may_end.set()
-    with pytest.raises(ValueError, match="no UTF-8 form"):
-        await first
-    with pytest.raises(ValueError, match="request_id is 'other', which"):
-        await third
-    assert len(tokens_of(await second)) == 100
-
-
-@async_test
-async def test_a_request_that_is_aborted_while_it_is_tokenized(setting: Setting) -> None:
-    aborted = setting.submit("aborted", LONG, 100)
-    await setting.tokenizer.beginning()
-    await setting.llm.abort("aborted")
-    setting.tokenizer.may_end.set()
-    (output,) = await aborted
-    assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("abort", [])
-    assert setting.entered == []
-
-
-@async_test
-async def test_a_request_that_is_cancelled_while_it_is_tokenized(setting: Setting) -> None:
-    cancelled = setting.submit("cancelled", LONG, 100)
-    await setting.tokenizer.beginning()
-    cancelled.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await cancelled
-    behind = setting.submit("cancelled", PROMPT)  # the id is free again when its turn comes
-    setting.tokenizer.may_end.set()
-    assert len(tokens_of(await behind)) == 5
-    assert setting.llm.stats().num_finished == {"abort": 1, "length": 1}
-
-
-@async_test
 async def test_a_shutdown_does_not_wait_for_a_tokenizer(setting: Setting) -> None:
     long = setting.submit("long", LONG)
     await setting.tokenizer.beginning()
@@ -206,16 +147,6 @@ async def test_a_loop_that_has_no_threads_any_more(setting: Setting) -> None:
     await asyncio.get_running_loop().shutdown_default_executor()
     assert len(await setting.tokens("long", LONG)) == 5
     assert setting.tokenizer.threads["long"] is threading.main_thread()
-
-
-def test_a_loop_that_ends_in_between_blocks_no_later_request(setting: Setting) -> None:
-    async def leave() -> None:
-        setting.submit("left", LONG)  # the loop cancels it at its end
-        await setting.tokenizer.beginning()
-        setting.tokenizer.may_end.set()
-
-    run(leave())
-    assert len(run(setting.tokens("next", PROMPT))) == 5
 
 
 HELD_PROMPT = [50, 60, 70]
@@ -325,62 +256,3 @@ async def test_aborted_in_any_step(ending: str, place: str, step: int, depth: in
     assert final.token_ids == world.tokens[:num_known]
     assert world.llm.stats().num_finished == {"abort": 1}
     await world.check_end()
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("place", ["execute", "result"])
-@async_test
-async def test_a_client_that_disconnects_in_the_final_step(place: str, depth: int) -> None:
-    world = World(place, NUM_TOKENS - 1, depth, connector=CountingConnector())
-
-    async def disconnect(task: asyncio.Task[list[RequestOutput]]) -> None:
-        task.cancel()
-        await asyncio.wait([task])
-
-    with pytest.raises(asyncio.CancelledError):
-        await world.outputs(disconnect)
-    await world.check_end()
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-@async_test
-async def test_aborted_and_submitted_again_under_the_same_id_within_one_step(depth: int) -> None:
-    world = World("result", NUM_TOKENS - 1, depth)
-    second: list[asyncio.Task[list[RequestOutput]]] = []
-
-    async def abort_and_submit(_: object) -> None:
-        await world.llm.abort("r")
-        second.append(world.submit())
-        await asyncio.sleep(0)  # the generator submits its request
-
-    first, again = await world.outputs(abort_and_submit), await second[0]
-    assert (first[-1].outputs[0].finish_reason, again[-1].outputs[0].finish_reason) == ("abort", "length")
-    assert again[-1].outputs[0].token_ids == world.tokens
-    await asyncio.to_thread(world.llm.shutdown)
-
-
-@async_test
-async def test_a_connector_that_raises_at_an_abort_ends_the_engine() -> None:
-    class Broken(CountingConnector):
-        def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-            raise OSError("the store is gone")
-
-    world = World("result", 1, 0, connector=Broken())
-    with pytest.raises(EngineDeadError, match=r"^the engine has failed: OSError: the store is gone$"):
-        await world.outputs(lambda _: world.llm.abort("r"))
-    await asyncio.to_thread(world.llm.shutdown)
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_aborts_of_the_synchronous_engine_before_an_update(depth: int) -> None:
-    connector = CountingConnector()
-    engine = scripted_engine(ScriptedExecutor(), depth=depth, connector=connector)
-    engine.add_request("r", HELD_PROMPT, SamplingParams(max_tokens=NUM_TOKENS, detokenize=False))
-    results = itertools.count(1)
-    outputs: list[RequestOutput] = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step(lambda: next(results) == NUM_TOKENS and engine.abort_request("r"))
-        engine.check_integrity()
-    assert [output.outputs[0].finish_reason for output in outputs if output.finished] == ["abort"]
-    assert connector.finished == [("r", RequestStatus.FINISHED_ABORTED)]
-    engine.shutdown()

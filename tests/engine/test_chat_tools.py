@@ -24,18 +24,6 @@ def llm():
         yield made
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_a_call_is_forced(llm, choice):
-    outputs = llm.chat([ASK, ASK], PARAMS, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, use_tqdm=False)
-    for output in outputs:
-        (message,) = llm.parse_chat(output, TOOLS)
-        (call,) = message.tool_calls
-        assert (message.content, output.outputs[0].finish_reason) == ("", "stop")
-        assert call.name == "get_mood" or choice == "required"
-        assert json.loads(call.arguments)["city"] in CITY["enum"]
-    assert PARAMS.structured_outputs is None
-
-
 def test_a_conversation_with_calls(llm):
     function = {"name": "get_mood", "arguments": '{"city": "Rome"}'}
     call = {"id": "a", "type": "function", "function": function}
@@ -66,18 +54,6 @@ def test_a_template_that_takes_arguments_as_text(llm):
 def test_a_tool_that_does_not_exist_is_refused(llm):
     with pytest.raises(ValueError, match=r"tool_choice\.function\.name is 'x'; the tools are get_weather, get_mood"):
         llm.chat(ASK, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "x"}})
-
-
-@pytest.mark.parametrize("opens", [True, False])
-def test_a_constraint_applies_after_reasoning(llm, opens):
-    """Without a mark in the prompt, the model begins with the answer, since it never writes the mark."""
-    params = SamplingParams(max_tokens=30, temperature=0, structured_outputs={"choice": ["yes", "no"]})
-    variables = {"think": opens}
-    (output,) = llm.chat(ASK, params, chat_template=THINKS, chat_template_kwargs=variables, use_tqdm=False)
-    text = output.outputs[0].text
-    assert (text in ("yes", "no")) == (not opens)
-    (message,) = llm.parse_chat(output, chat_template=THINKS)
-    assert (message.content, message.reasoning) == (("", text.strip()) if opens else (text, ""))
 
 
 @pytest.mark.parametrize("opens", [True, False])

@@ -39,7 +39,6 @@ WORDS = TOKENIZER.encode(" the and was", add_special_tokens=False)
 """Allowed tokens in tests that compare lines: without line breaks, and with a unique encoding."""
 ONLY_WORDS = ["--allowed-token-ids", *map(str, WORDS)]
 EAGLE = '{"method": "eagle", "num_speculative_tokens": 3, "adaptive": false}'
-LARGE_BATCH = '{"method": "ngram", "num_speculative_tokens": 2, "adaptive": false, "disable_by_batch_size": 1}'
 
 
 PRESS_CTRL_C = partial(signal.raise_signal, signal.SIGINT)
@@ -122,35 +121,6 @@ def test_json_is_what_the_library_returns(run: Command) -> None:
     assert all(text in run.err for text in ("INFO fleetfoot", "TTFT", "TPOT", "tokens/s"))
 
 
-def test_streaming_prints_what_is_else_printed_at_the_end(run: Command) -> None:
-    flags = ["--prompt", "One day", "--prompt", "The owl", "--n", "2", "--seed", "5", "--max-tokens", "7", *ONLY_WORDS]
-    at_once = run("generate", *flags)
-    assert run("generate", *flags, "--stream") == at_once
-    assert at_once.count("One day") == at_once.count("The owl") == 2
-    assert "--- prompt 2 of 2, output 1 of 2 ---\nThe owl" in at_once
-    assert "2 prompts" in run.err and "28 out" in run.err
-
-
-def test_text_is_written_as_it_is_generated(run: Command, monkeypatch: Patch) -> None:
-    seen: list[str] = []
-    at_step(monkeypatch, 1, lambda: seen.append(run.capsys.readouterr().out), repeat=99)
-    run("generate", "--prompt", "One day", "--stream", "--max-tokens", "5", *GREEDY, *ONLY_WORDS)
-    assert seen[0] == ""
-    assert seen[1].startswith("One day") and len(seen[1]) > len("One day")
-    assert len(seen) == 5 and all(seen[1:])
-
-
-def test_the_seed_is_the_requests(run: Command) -> None:
-    def texts(*flags: str) -> list[str]:
-        content = run.json("generate", "--prompt", "a", "--prompt", "a", "--max-tokens", "16", "--json", *flags)
-        return [entry["outputs"][0]["text"] for entry in content]
-
-    first, second = texts("--seed", "1", "--engine-seed", "5")
-    assert first == second  # each request draws from its own seed
-    assert texts("--seed", "1", "--engine-seed", "6") == [first, second]
-    assert texts("--engine-seed", "6") == texts("--engine-seed", "6") != texts("--engine-seed", "7")
-
-
 def test_a_piped_prompt_and_a_file_of_tokens(run: Command, pipe: Pipe, tmp_path: Path) -> None:
     pipe("A piped prompt\n")
     assert run.json("generate", "--max-tokens", "2", "--json")[0]["prompt"] == "A piped prompt"
@@ -210,23 +180,6 @@ def test_a_reader_that_leaves_ends_generate_quietly(run: Command, monkeypatch: P
     monkeypatch.setattr(sys, "stdout", reader)
     run("generate", "--prompt", "a", "--stream", "--max-tokens", "9", code=141)
     assert run.err == ""
-
-
-def test_drafts_are_counted_and_change_no_token(run: Command) -> None:
-    # drafts are verified in larger products, which in bfloat16 round the two most probable logits differently
-    flags = ["--prompt", "Once there was a fox named", "--max-tokens", "40", *GREEDY, "--dtype", "float32", "--json"]
-    (content,) = run.json("generate", *flags, "--speculative-config", EAGLE)
-    metrics = content["metrics"]
-    # one token comes from the prompt's step and one from each later step
-    num_steps = metrics["num_drafted_tokens"] // 3
-    assert 40 <= 1 + num_steps + metrics["num_accepted_tokens"] < 44
-    assert 20 < metrics["num_accepted_tokens"] < metrics["num_drafted_tokens"]
-    assert f"drafts: {1 + metrics['num_accepted_tokens'] / num_steps:.2f} tokens a step, " in run.err
-
-    (plain,) = run.json("generate", *flags)
-    assert plain["outputs"] == content["outputs"]
-    assert plain["metrics"]["num_drafted_tokens"] == plain["metrics"]["num_accepted_tokens"] == 0
-    assert "drafts" not in run.err
 
 
 CLOSING = """
@@ -384,14 +337,6 @@ def test_ctrl_c_while_a_command_imports_shows_no_traceback(module: str, tmp_path
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
-def test_a_second_ctrl_c_ends_the_chat(run: Command, monkeypatch: Patch, pipe: Pipe) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    at_step(monkeypatch, 2, lambda: (PRESS_CTRL_C(), PRESS_CTRL_C()))
-    pipe("Hello!\nGo on.\n")
-    assert len(run.chat("--max-tokens", "6", code=130)) == 1
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_a_chat_that_outgrows_the_model_forgets_its_beginning(run: Command, pipe: Pipe, prompts: Prompts) -> None:
     pipe("One day a fox went out.\n" * 5 + "word " * 90 + "\n" + "x" * 10**6 + "\nShort again.\n")
     flags = ["--max-tokens", "8", "--max-model-len", "64", "--system", "Be kind."]
@@ -439,25 +384,6 @@ def test_chat_templates(run: Command, pipe: Pipe, prompts: Prompts, model: Path,
     replies = run.chat("--chat-template", str(template), "--system", "x", "--max-tokens", "2", code=1)
     assert "fleetfoot chat: error: the chat template refuses these messages: no system" in run.err
     assert len(prompts) == len(replies) == 1
-
-
-def test_latency(run: Command) -> None:
-    flags = ["--input-len", "9", "--output-len", "4", "--batch-size", "3", "--num-iters", "2", "--num-warmup", "1"]
-    content = run.json("bench", "latency", *flags)
-    assert list(content) == ["benchmark", "versions", "machine", "engine", "settings", "results"]
-    assert content["settings"]["batch_size"] == 3
-    assert content["engine"]["runner"] in ("v1", "v2")
-    assert content["engine"]["config"]["max_num_seqs"] == 4
-    measured = content["results"]
-    # the warm-up is in none of these
-    assert (measured["num_requests"], measured["num_prompt_tokens"], measured["num_output_tokens"]) == (6, 54, 24)
-    counts = {"ttft_ms": 6, "tpot_ms": 6, "itl_ms": 6 * 3, "host_time_per_step_us": 2 * 4, "batch_latency_ms": 2}
-    assert {name: measured[name]["count"] for name in counts} == counts
-    assert (measured["num_steps"], measured["requests_per_step"]) == (2 * 4, 3.0)
-    assert measured["prefix_cache"] == {"queried_tokens": 54, "hit_tokens": 0, "hit_rate": 0.0}
-    assert 0 < measured["ttft_ms"]["p50"] <= measured["ttft_ms"]["max"] < measured["request_latency_ms"]["max"]
-    assert measured["drafts"] is None and "drafts" not in run.err
-    assert "output tokens/s" in run.err
 
 
 def test_cold(run: Command) -> None:
@@ -528,12 +454,3 @@ def test_bench_with_drafts_and_of_too_long_requests(run: Command, tmp_path: Path
     assert drafts["mean_acceptance_length"] == pytest.approx(1 + sum(drafts["acceptance_rate_at"]))
     assert drafts["off_reason"] is None
     assert f"\n drafts: {drafts['mean_acceptance_length']:.2f} tokens a step" in run.err
-
-
-def test_bench_of_a_batch_that_is_too_large_for_drafts(run: Command) -> None:
-    load = ["--batch-size", "2", "--input-len", "8", "--output-len", "5", "--num-iters", "1", "--num-warmup", "0"]
-    drafts = run.json("bench", "latency", *load, "--speculative-config", LARGE_BATCH)["results"]["drafts"]
-    assert (drafts["num_steps"], drafts["acceptance_rate"]) == (0, None)
-    assert drafts["off_reason"] == "more than 1 request"
-    assert list(drafts["steps_without"]) == ["more than 1 request"]
-    assert "drafts: none were verified; none in" in run.err

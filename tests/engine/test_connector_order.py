@@ -24,9 +24,6 @@ from fleetfoot.records.step import KVConnectorOutput, NewRequest, SchedulerOutpu
 from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.step_barrier import StepBarrier
 from fleetfoot.runner.step_connector import StepConnector
-from fleetfoot.runner.v1.runner import ModelRunnerV1
-from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.sampling.shape import PLAIN
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings
 
 DRAFTS = pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
@@ -233,30 +230,6 @@ def test_order(kind: str, drafts: bool, size: int) -> None:
         assert rank.log.take() == ["shutdown"]
 
 
-@DRAFTS
-def test_order_where_a_graph_is_replayed(drafts: bool) -> None:
-    """Sampling and drafting are part of it, and still come before anything is saved."""
-    rank = Rank("v2", drafts=drafts, device=RecordingDevice(has_graphs=True))
-    num_drafts = NUM_DRAFTS * drafts
-    for output in (prefill(), decode(1, num_drafts)):  # they are captured here, which runs them
-        rank.step(output)
-    rank.log.take()
-    rank.step(decode(2, num_drafts))
-    rank.step(idle(3))
-    assert rank.log.take() == (DRAFTING if drafts else ALONE)[1] + IDLE
-    assert isinstance(rank.runner, ModelRunnerV2)
-    assert rank.runner.graphs.num_steps["uniform" if drafts else "decode"] == 2
-
-
-@pytest.mark.parametrize("size", [1, 2], ids=["alone", "pipeline"])
-def test_kv_is_final_when_it_is_saved(kind: str, size: int) -> None:
-    """Nothing of a step is in the cache when loads begin, and everything is when it is saved: a drafter's too."""
-    for rank in ranks_of(kind, size, drafts=True):
-        rank.step(prefill())
-        assert not any(rank.connector.is_written["start_load_kv"])
-        assert all(rank.connector.is_written["save_kv"])
-
-
 STEPS = {
     "alone": {"prompt": DRAFTING[0], "idle": IDLE},
     "last": {"prompt": DRAFTING[0], "idle": IDLE},
@@ -302,23 +275,3 @@ def test_clearing_hides_no_first_cause(kind: str, step: str, raising: str, caplo
     assert "could not clear the metadata" in caplog.text
     rank.runner.shutdown()
     assert rank.log.take() == ["shutdown"]
-
-
-def test_clearing_that_raises_is_itself_a_cause(kind: str) -> None:
-    rank = Rank(kind, drafts=False)
-    rank.log.raising = {CLEAR}
-    with pytest.raises(FaultError, match=CLEAR):
-        rank.step(prefill())
-
-
-def test_an_idle_step_frees_rows(kind: str) -> None:
-    rank = Rank(kind, drafts=False)
-    output = prefill()
-    output.new_requests[0].params = SamplingParams(logprobs=1)
-    rank.step(output)
-    rank.step(idle())
-    if isinstance(rank.runner, ModelRunnerV1):
-        assert rank.runner._host.requests[0] is None
-    else:
-        assert isinstance(rank.runner, ModelRunnerV2)
-        assert rank.runner._sampler.variant == PLAIN

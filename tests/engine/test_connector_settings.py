@@ -1,12 +1,11 @@
 """Connector settings are validated when an engine is planned, with the same errors as at start, and without effects."""
 
 import json
-import logging
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -39,17 +38,6 @@ class ChecksNothing(SharedStorageConnector):
     """Has no check of its own."""
 
     check_settings = KVConnector.check_settings
-
-
-class Picky(SharedStorageConnector):
-    """Refuses all settings."""
-
-    contexts: ClassVar[list[TransferContext]] = []
-
-    @staticmethod
-    def check_settings(context: TransferContext) -> None:
-        Picky.contexts.append(context)
-        raise ValueError(f"no more than 5 bytes a block, and there are {context.bytes_per_block}")
 
 
 PART = {"kv_connector": SHARED, "kv_connector_extra_config": {**FILES, "num_thread": 4}}
@@ -170,17 +158,6 @@ def test_a_plan_makes_nothing(case: str, capsys: Streams, tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_class_checks_its_settings(capsys: Streams) -> None:
-    Picky.contexts.clear()
-    flags = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--dtype", "float16", "--block-size", "32"]
-    assert plan("--kv-transfer-config", json.dumps({**own("Picky"), "engine_id": "me"}), *flags) == 2
-    assert capsys.readouterr().err == "fleetfoot plan: error: no more than 5 bytes a block, and there are 65536\n"
-    (context,) = Picky.contexts
-    assert (context.num_ranks, context.tensor_parallel_size, context.pipeline_parallel_size) == (4, 2, 2)
-    assert (context.engine_id, context.dtype, context.block_size) == ("me", "float16", 32)
-    assert context.fingerprint == ""
-
-
 def test_a_plan_needs_no_torch_and_imports_connectors_when_they_are_used() -> None:
     parts = [transfer(SHARED, **FILES), transfer(OFFLOAD, num_cpu_blocks=3), transfer(NIXL)]
     settings = transfer(MULTI, connectors=parts)
@@ -192,15 +169,6 @@ def test_a_plan_needs_no_torch_and_imports_connectors_when_they_are_used() -> No
         "sys.exit(code or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, stdout=subprocess.DEVNULL)
-
-
-def test_one_warning_about_a_field_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = {**transfer(SHARED, shared_storage_path=tmp_path / "kv"), "kv_port": 5}
-    with LLM(kv_transfer_config=settings, kv_offloading_size=0.01, **SMALL):
-        pass
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    expected = f"kv_transfer_config: kv_port has no meaning for {SHARED}"
-    assert [text for text in warnings if "kv_port" in text] == [expected]
 
 
 @pytest.mark.parametrize(("role", "lacks"), [("kv_producer", "loads"), ("kv_consumer", "saves")])

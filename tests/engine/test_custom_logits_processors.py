@@ -201,13 +201,6 @@ def test_functions_of_a_request(text_model: Path) -> None:
         assert outputs[1].outputs[0].finish_reason == "error"
 
 
-def test_functions_see_drafts_as_output(text_model: Path) -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    params = [greedy(logits_processors=[only(20)]), greedy(), greedy(logits_processors=[by_prompt])]
-    with LLM(text_model, **SETTINGS, model_runner="v1", speculative_config=drafts) as llm:
-        assert tokens(llm, params)[::2] == [[20, 21, 22, 23], [14, 15, 16, 17]]
-
-
 @pytest.mark.parametrize("kind", [Target, AddedFirst, Updated, Adapted, f"{__name__}:Target"], ids=str)
 def test_classes_select_v1_and_change_their_requests(kind: Any, text_model: Path) -> None:
     with LLM(text_model, **SETTINGS, max_num_seqs=2, logits_processors=[kind]) as llm:

@@ -122,31 +122,11 @@ def test_conversations_that_are_refused(llm: LLM) -> None:
             llm.chat([user], GREEDY, use_tqdm=False, **given)
 
 
-def test_prompts_of_an_array_library(llm: LLM) -> None:
-    (expected,) = llm.generate([5, 6], GREEDY, use_tqdm=False)
-    one: list[Any] = [(5, 6), np.array([5, 6]), torch.tensor([5, 6]), [np.int64(5), np.int32(6)], [torch.tensor(5), 6]]
-    many: list[Any] = [[np.array([5, 6])], torch.tensor([[5, 6]]), [[np.int64(5), np.uint8(6)]], [(5, 6)]]
-    for prompts in [*one, *many]:
-        (output,) = llm.generate(prompts, GREEDY, use_tqdm=False)
-        assert output.prompt_token_ids == [5, 6]
-        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-
-
 def test_priorities_and_no_prompts(llm: LLM) -> None:
     for priority in ([1, 2], []):
         with pytest.raises(ValueError, match="scheduling_policy='priority'"):
             llm.generate([[5, 6], [7, 8]], GREEDY, use_tqdm=False, priority=np.array(priority))
     assert llm.generate([], GREEDY, use_tqdm=False) == []
-
-
-def test_a_tokenizer_that_is_not_there(text_model: Path) -> None:
-    file = text_model / "config.json"
-    for name, message in (
-        ("/nope", "^tokenizer '/nope': no such folder"),
-        (str(file), "^tokenizer .* holds the tokenizer's files"),
-    ):
-        with pytest.raises(FileNotFoundError, match=message):
-            LLM(text_model, device="cpu", tokenizer=name)
 
 
 @pytest.mark.usefixtures("nothing_is_left")
@@ -236,16 +216,6 @@ def test_what_was_generated_before_the_error_is_kept(text_model: Path, tmp_path:
         assert completion.logprobs is not None and len(completion.logprobs) == 1
 
 
-def test_parameters_that_leave_no_token(llm: LLM) -> None:
-    word = llm.get_tokenizer().decode([300])
-    everything_banned = SamplingParams(allowed_token_ids=[300], bad_words=[word], max_tokens=4)
-    outputs = llm.generate([[5, 6], [5, 6]], [everything_banned, GREEDY], use_tqdm=False)
-    assert outputs[0].outputs[0].finish_reason == "error"
-    reason = str(outputs[0].outputs[0].stop_reason)
-    assert "allowed_token_ids, bad_words, min_tokens, logit_bias and structured_outputs leave no token" in reason
-    assert outputs[1].outputs[0].finish_reason == "length"
-
-
 class _BrokenError(RuntimeError): ...
 
 
@@ -277,35 +247,6 @@ def test_a_step_that_raises_ends_the_engine_with_the_first_cause() -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("error", [_BrokenError("boom"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
-def test_generate_passes_it_on(error: BaseException, text_model: Path) -> None:
-    llm = LLM(str(text_model), device="cpu", max_num_seqs=4)
-    llm.shutdown()
-    llm.llm_engine = scripted_engine(_failing(3, error))
-    raised = EngineDeadError if isinstance(error, Exception) else KeyboardInterrupt
-    with pytest.raises(raised):
-        llm.generate([[5, 6]] * 3, GREEDY, use_tqdm=False)
-    with pytest.raises(EngineDeadError, match=type(error).__name__) as caught:
-        llm.generate([[5, 6]], GREEDY, use_tqdm=False)
-    assert caught.value.__cause__ is error
-    llm.shutdown()
-
-
-def test_no_step_is_left_in_flight_when_all_have_their_outputs(text_model: Path) -> None:
-    """Overlapped, the step behind a request's end is queued before the end is known; no request needs it."""
-    with LLM(str(text_model), device="cpu", max_num_seqs=4, async_scheduling=True) as llm:
-        first = llm.generate([[5, 6]], SamplingParams(temperature=0, ignore_eos=True), use_tqdm=False)[0].outputs[0]
-        for params in (
-            SamplingParams(allowed_token_ids=[300], bad_words=[llm.get_tokenizer().decode([300])]),
-            SamplingParams(temperature=0, stop_token_ids=[first.token_ids[3]]),
-            SamplingParams(temperature=0, stop=[llm.get_tokenizer().decode_token(first.token_ids[3])]),
-        ):
-            llm.generate([[5, 6]], params, use_tqdm=False)
-            assert not llm.llm_engine.has_unfinished_requests()
-            llm.llm_engine.core.scheduler.check_idle()
-        assert set(llm.stats().num_finished) == {"length", "stop", "error"}
-
-
 def test_what_can_never_go_on_is_an_error_and_ends_the_engine() -> None:
     engine = scripted_engine(ScriptedExecutor())
     engine.add_request("r", [5, 6], SamplingParams(max_tokens=2))
@@ -320,13 +261,3 @@ def test_what_can_never_go_on_is_an_error_and_ends_the_engine() -> None:
     engine.add_request("r", [5, 6], GREEDY)
     with pytest.raises(EngineDeadError, match=r"none can be scheduled.*num_waiting=1"):
         engine.step()
-
-
-def test_after_shutdown(text_model: Path) -> None:
-    with pytest.raises(ZeroDivisionError), LLM(str(text_model), device="cpu", max_num_seqs=4) as llm:
-        raise ZeroDivisionError  # leaves the context, and ends the engine
-    llm.shutdown()
-    for call in (lambda: llm.generate("a", use_tqdm=False), lambda: llm.llm_engine.step()):
-        with pytest.raises(EngineDeadError, match="the engine was shut down"):
-            call()
-    assert llm.stats().num_steps == 0

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tests.helpers import paged_models
 from tests.helpers.checkpoints import make_checkpoint, reference_logits
 from tests.helpers.cuda_on_cpu import LayerBlocksOnCpu
 from tests.helpers.engines import make_engine
-from tests.helpers.int8_method import Int8, quantize
 from tests.helpers.interpreter import interpreted
 from tests.helpers.kernels import cpu_kernels, reference_kernels, triton_kernels
 from tests.helpers.paged_models import PagedCache, assert_close, checkpoint, context, prompt, run
@@ -42,8 +40,7 @@ from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.llama import LlamaForCausalLM
-from fleetfoot.quantization.base import LinearMethods, LinearWeight
-from fleetfoot.quantization.unquantized import UNQUANTIZED
+from fleetfoot.quantization.base import LinearWeight
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors, RotaryInputs
 from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
 from fleetfoot.weights.loading import ModelLoader
@@ -532,28 +529,6 @@ def test_new_weights_reach_a_fused_model_at_the_same_addresses(case: str, ops: s
         assert torch.equal(one, other)
         assert not len(one) or not torch.allclose(was, other, rtol=0.01)
     assert {tensor.data_ptr() for tensor in dense_tensors(old)} == addresses
-
-
-@pytest.mark.parametrize("fused", [(), ALL, (False, True, True)], ids=str)
-@pytest.mark.parametrize("case", ["llama-biases", "llama-tied", "qwen3"])
-def test_a_quantized_model_runs_fused_and_plain(case: str, fused: tuple[bool, ...], tmp_path: Path) -> None:
-    """The chain reads dense weights only: a method without them is applied by its plain layers."""
-    checkpoint(tmp_path / "whole", case)
-    quantized, rounded = quantize(load_file(tmp_path / "whole" / "model.safetensors"))
-    for name, tensors in (("int8", quantized), ("rounded", rounded)):
-        shutil.copytree(tmp_path / "whole", tmp_path / name)
-        save_file(tensors, tmp_path / name / "model.safetensors")
-    config = load_model_config(tmp_path / "int8")
-    methods = LinearMethods(Int8(), (("lm_head", UNQUANTIZED.default),) if config.tie_word_embeddings else ())
-    model = make(tmp_path / "int8", context(ops=chain_ops(), linear_methods=methods), fused)
-    assert not list(dense_tensors(model))
-    before = counts()
-    actual = outputs(model, PagedCache(config, 4), SCHEDULE)
-    assert counts() == before
-    expected = outputs(make(tmp_path / "rounded", context()), PagedCache(config, 4), SCHEDULE)
-    for one, other in zip(actual, expected, strict=True):
-        assert_near(one, other, 1e-5)
-    assert {spec.name for spec in model.weight_specs()} == quantized.keys()
 
 
 class DoubledMLP(GatedMLP):

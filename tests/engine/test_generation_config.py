@@ -1,14 +1,11 @@
 """Sampling defaults of a model on their way to requests: `LLM`, `AsyncLLM` and the commands."""
 
-import io
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.commands import CommandRunner
 from tests.helpers.streams import async_test
 
 from fleetfoot import LLM, AsyncLLM, LLMEngine, SamplingParams
@@ -63,14 +60,6 @@ def test_generate_and_chat_use_them_when_they_are_given_none(model: Path, seen: 
         assert llm.get_default_sampling_params().top_k == 3  # a new object each time
 
 
-def test_settings_turn_them_off_or_replace_them(model: Path) -> None:
-    other = SamplingParams(temperature=0.0, max_tokens=7)
-    overrides: dict[str, Any] = {"override_generation_config": {"top_k": None, "temperature": 0.0}}
-    for settings, expected in (({"generation_config": "none"}, SamplingParams()), (overrides, other)):
-        with LLM(model, **SETTINGS, **settings) as llm:
-            assert llm.get_default_sampling_params() == expected
-
-
 @async_test
 async def test_the_async_engine_has_them_too(model: Path) -> None:
     async with AsyncLLM(model, **SETTINGS) as llm:
@@ -88,30 +77,3 @@ def test_a_wrong_value_stops_the_start(model: Path) -> None:
 def command(name: str, model: Path, *flags: str) -> list[str]:
     small = ["--device", "cpu", "--num-gpu-blocks-override", "64", "--max-num-seqs", "2"]
     return [name, "--model", str(model), *small, *flags]
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], (0.5, 3, 7)),
-        (["--temperature", "0.9", "--max-tokens", "2"], (0.9, 3, 2)),
-        (["--generation-config", "none", "--max-tokens", "2"], (1.0, 0, 2)),
-        (["--generation-config", "none"], (1.0, 0, 256)),  # the command's own default
-        (["--override-generation-config", '{"max_new_tokens": 4}'], (0.5, 3, 4)),
-        (["--min-tokens", "9"], "min_tokens must be at most max_tokens=7, got 9"),
-    ],
-    ids=str,
-)
-def test_generate_takes_them(flags: list[str], expected: Any, model: Path, seen: Seen, run: CommandRunner) -> None:
-    run(*command("generate", model, "--prompt", "Once", *flags), code=2 if isinstance(expected, str) else 0)
-    if isinstance(expected, str):
-        assert expected in run.err
-    else:
-        assert chosen(seen) == [expected]
-
-
-def test_chat_takes_them_too(model: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, run: CommandRunner) -> None:
-    (model / "template.jinja").write_text(TEMPLATE)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Once\n"))
-    run(*command("chat", model, "--chat-template", str(model / "template.jinja"), "--top-k", "5"))
-    assert chosen(seen) == [(0.5, 5, 7)]

@@ -1,18 +1,13 @@
 """Holding the step loop: each mode on every face, in lockstep and with steps in flight; errors, pauses, the workers."""
 
 import asyncio
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.engines import ScriptedExecutor, drain, prompt_of, scripted_engine
-from tests.helpers.processes import HANG
-from tests.helpers.streams import async_test, collect, gated, submit, tokens_of
+from tests.helpers.engines import ScriptedExecutor, drain, scripted_engine
+from tests.helpers.streams import async_test, gated, submit, tokens_of
 
-from fleetfoot import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
+from fleetfoot import EngineDeadError, RequestOutputKind, SamplingParams
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.records.step import ModelRunnerOutput
 
@@ -118,26 +113,6 @@ def test_a_failing_engine_ends_its_holds() -> None:
         hold.result()
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("mode", ["drain", "wait", "keep", "abort"])
-def test_a_paused_engine(mode: str, depth: int) -> None:
-    engine = engine_with_three(depth)
-    engine.run_held(engine.pause, mode)
-    before = engine.step()
-    assert engine.is_paused and not engine.can_step and engine.has_unfinished_requests() == (mode != "abort")
-    engine.add_request("late", [5], PARAMS)
-    num_steps = engine.core.executor.num_steps  # type: ignore[attr-defined]
-    assert engine.step() == [] and engine.run_held(lambda: engine.is_paused)  # drains nothing: a pause keeps
-    engine.abort_request("late")
-    assert engine.can_step and [output.request_id for output in engine.step()] == ["late"]
-    assert engine.core.executor.num_steps == num_steps  # type: ignore[attr-defined]
-    engine.resume()
-    after = drain(engine)
-    for name in "abc":
-        ends = [output.outputs[0].finish_reason for output in before + after if output.request_id == name]
-        assert ends[-1] == ("abort" if mode == "abort" else "length")
-
-
 @async_test
 async def test_an_asynchronous_engine() -> None:
     with gated(depth=1) as (llm, gate):
@@ -162,37 +137,3 @@ async def test_an_asynchronous_engine() -> None:
         llm.shutdown()
         with pytest.raises(EngineDeadError):
             await llm.run_held(lambda engine: 1)
-
-
-@async_test
-async def test_streams_go_on_until_the_engine_is_drained() -> None:
-    llm = AsyncLLM.from_engine(scripted_engine(ScriptedExecutor()))
-    held = asyncio.ensure_future(llm.run_held(lambda engine: engine.stats().num_finished))
-    streams = [asyncio.ensure_future(collect(llm.generate([5], PARAMS, str(name)))) for name in range(5)]
-    assert sum((await held).values()) <= 5
-    assert [tokens_of(await stream) for stream in streams] == [TOKENS] * 5
-    llm.shutdown()
-
-
-def test_threads_that_share_an_llm(text_model: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with LLM(text_model, device="cpu", max_num_seqs=4) as llm:
-        expected = llm.generate(prompt_of(6, 2048), params, use_tqdm=False)[0].outputs[0].token_ids
-        assert llm.collective_rpc("parts")[0]["ranks"]["tensor"] == 1
-        llm.run_held(LLMEngine.pause)
-        has_begun = threading.Event()
-
-        def generate() -> list[int]:
-            has_begun.set()
-            return llm.generate(prompt_of(6, 2048), params, use_tqdm=False)[0].outputs[0].token_ids
-
-        with ThreadPoolExecutor(2) as pool:
-            futures = [pool.submit(generate) for _ in range(2)]
-            assert has_begun.wait(HANG) and not any(future.done() for future in futures)
-            resumed = llm.run_held(LLMEngine.resume)
-            assert resumed is None and [future.result(HANG) for future in futures] == [expected] * 2
-        for mode in ("drain", "wait", "keep"):
-            with ThreadPoolExecutor(4) as pool:
-                calls: list[Callable[[], Any]] = [generate, lambda mode=mode: llm.run_held(lambda engine: 7, mode)]
-                results = [pool.submit(call) for call in calls * 2]
-                assert [future.result(HANG) for future in results] == [expected, 7] * 2

@@ -120,17 +120,3 @@ def test_new_weights_sleep_and_restarts(name: str, tmp_path: Path) -> None:
         assert engine.collective_rpc("weights_identity")
     finally:
         engine.shutdown()
-
-
-def test_a_drafter_joins_the_first_group(pytestconfig: pytest.Config) -> None:
-    """Of a target with windows alone: its first group then has layers. The tokens are those without drafts."""
-    assets = pytestconfig.rootpath / "tests" / "assets"
-    drafts = {"method": "draft_model", "model": str(assets / "story-draft"), "num_speculative_tokens": 3}
-    found = []
-    for speculative, has_layers in ((None, False), (drafts, True)):
-        options = {"dtype": "float32", "block_size": 4, "max_num_batched_tokens": 40, "skip_tokenizer_init": True}
-        engine = make_engine(assets / "story-mistral", speculative_config=speculative, **options)
-        assert [group.has_layers for group in engine.core.scheduler.config.groups] == [has_layers, True]
-        found.append(run(engine))
-        engine.shutdown()
-    assert found[0] == found[1]

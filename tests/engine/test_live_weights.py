@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import tempfile
@@ -21,9 +20,8 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
 from tests.helpers.prefill_decode import settle
 from tests.helpers.processes import HANG
-from tests.helpers.streams import async_test, collect
 
-from fleetfoot import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
+from fleetfoot import EngineDeadError, RequestOutput, SamplingParams
 from fleetfoot.engine import kept_weights
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.records.weights import WeightError
@@ -283,18 +281,6 @@ def test_check_finite_looks_at_what_will_be_stored(runner: str, versions: Any, t
     engine.shutdown()
 
 
-def test_a_checkpoint_that_does_not_fit_changes_nothing(engine: LLMEngine, versions: Any, tmp_path: Path) -> None:
-    before = engine.weight_checksums()
-    tensors = dict(versions("tied").tensors[1])
-    del tensors[NORM]
-    tensors["extra"] = ONES
-    save_file(tensors, tmp_path / "model.safetensors")
-    message = rf"no weight was changed: the update does not fit\n  extra is unknown.*\n  {NORM} is missing: expected"
-    with pytest.raises(WeightError, match=message):
-        engine.reload_weights(tmp_path)
-    assert engine.weight_checksums() == before
-
-
 def test_arguments_of_updates(engine: LLMEngine, versions: Any) -> None:
     known: Versions = versions("tied")
     version = engine.weight_version
@@ -462,34 +448,6 @@ def test_engines_exchange_kv_of_equal_weights_only(versions: Any, tmp_path: Path
         settle(engine)
         engine.shutdown()
     assert len(set(identities.values())) == len(identities)
-
-
-def test_ranks_and_runners_do_not_change_the_identity(two_ranks: LLMEngine, versions: Any) -> None:
-    known: Versions = versions("untied")
-    engine = make_engine(known.folders[0], model_runner="v2", **SIZE)
-    for update in (
-        lambda each: each.reload_weights(known.folders[1]),
-        lambda each: each.apply_sparse_weight_patches(known.patches),
-        lambda each: each.reload_weights({NORM: known.tensors[0][NORM]}),
-        lambda each: each.reload_weights(known.folders[0]),
-    ):
-        update(engine)
-        update(two_ranks)
-        assert engine.weights_identity() == two_ranks.weights_identity()
-    engine.shutdown()
-
-
-def test_dummy_weights_are_identified_by_what_they_are_drawn_from(versions: Any) -> None:
-    folders = versions("untied").folders[0], versions("tied").folders[0]
-    identities = []
-    for folder, more in ((folders[0], {}), (folders[0], {"seed": 1}), (folders[1], {}), (folders[0], {})):
-        engine = make_engine(folder, load_format="dummy", **SIZE, **more)
-        identities.append(engine.weights_identity())
-        if more:
-            engine.reload_weights()
-            assert engine.weights_identity() == identities[-1]
-        engine.shutdown()
-    assert len(set(identities)) == 3 and identities[0] == identities[-1]
 
 
 def test_a_file_that_is_replaced_while_it_is_loaded(versions: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -678,24 +636,6 @@ def test_killed_ranks(versions: Any, leftovers: Any, port: int) -> None:
     engine.shutdown()
 
 
-@async_test
-async def test_streams_over_an_update(versions: Any) -> None:
-    known: Versions = versions("untied")
-    llm = AsyncLLM(known.folders[0], device="cpu", **SIZE)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-    stream = llm.generate(PROMPTS[0], params, "r")
-    outputs = [await anext(stream)]
-    assert await llm.collective_rpc("reload_weights", kwargs={"weights": known.tensors[1], "mode": "keep"}) == [1]
-    outputs += await collect(stream)
-    deltas = [output.outputs[0] for output in outputs]
-    each = [v for delta in deltas for v in delta.weight_versions or [delta.weight_version] * len(delta.token_ids)]
-    assert len(each) == 24 and each == sorted(each) and each[0] == 0 and each[-1] == 1
-    assert await llm.weight_checksums() == known.checksums(1)
-    with pytest.raises(WeightError):
-        await llm.apply_sparse_weight_patches([{"name": "x", "indices": [0], "values": [0.0]}])
-    llm.shutdown()
-
-
 # --- drafters ---------------------------------------------------------------------------------------------------------
 
 
@@ -819,11 +759,3 @@ def test_the_example_of_the_docs() -> None:
     found: dict[str, Any] = {}
     exec(code, found)
     assert found["text"] == found["first"].text != found["second"].text
-
-
-def test_a_policy_gradient_raises_the_rewards() -> None:
-    example = runpy.run_path(str(ROOT / "examples" / "policy_gradient.py"))
-    with LLM(dtype="float32", max_model_len=64, max_num_seqs=16) as llm:
-        history = example["train"](llm, rounds=6, rollouts=8, max_tokens=10, learning_rate=1e-3)
-        assert llm.llm_engine.weight_version == 6
-    assert sum(history[-3:]) / 3 > history[0] + 0.05

@@ -76,15 +76,6 @@ def test_a_call_is_forced(llm: LLM, choice: Any) -> None:
     assert vocab["<tool_call>"] in output.outputs[0].token_ids and output.outputs[0].finish_reason == "stop"
 
 
-def test_a_strict_call_in_a_free_text(llm: LLM) -> None:
-    params = likely(llm, "<tool_call>", "<|im_end|>", min_tokens=3, bad_words=["<think>"])
-    (output,) = llm.chat(ASK, params, tools=TOOLS, parallel_tool_calls=False, use_tqdm=False)
-    (message,) = llm.parse_chat(output, TOOLS)
-    (call,) = message.tool_calls
-    assert json.loads(call.arguments)["city"] in ("Rome", "<think>")
-    assert llm.get_tokenizer().get_vocab()["<tool_call>"] == output.outputs[0].token_ids[0]
-
-
 @pytest.mark.parametrize(
     ("constraint", "texts"),
     [
@@ -99,24 +90,6 @@ def test_texts_like_marks(llm: LLM, constraint: dict[str, Any], texts: list[str]
     params = SamplingParams(max_tokens=60, temperature=1, seed=1, n=4, structured_outputs=constraint)
     for output in llm.generate("Rome", params, use_tqdm=False)[0].outputs:
         assert output.text in texts and output.finish_reason == "stop"
-
-
-def test_reasoning_is_free_before_json(llm: LLM) -> None:
-    vocab = llm.get_tokenizer().get_vocab()
-    constraint = {"json": SCHEMA | {"additionalProperties": False}}
-    (output,) = llm.chat(ASK, likely(llm, "<think>", "</think>", structured_outputs=constraint), use_tqdm=False)
-    token_ids = output.outputs[0].token_ids
-    assert token_ids[0] == vocab["<think>"] and vocab["</think>"] in token_ids
-    (message,) = llm.parse_chat(output)
-    assert json.loads(message.content)["city"] in ("Rome", "<think>")
-
-
-def test_a_structural_tag_begins_at_the_token(llm: LLM) -> None:
-    structure = {"begin": '<tool_call>{"f":', "schema": {"const": 1}, "end": "}</tool_call>"}
-    tag = {"structures": [structure], "triggers": ["<tool_call>"]}
-    params = likely(llm, "<tool_call>", "<|im_end|>", min_tokens=3, structured_outputs={"structural_tag": tag})
-    (output,) = llm.generate("Rome", params, use_tqdm=False)[0].outputs
-    assert output.text.startswith('<tool_call>{"f":1}</tool_call>')
 
 
 def test_a_regex_that_becomes_too_large_ends_its_own_request(llm: LLM) -> None:

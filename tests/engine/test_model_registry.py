@@ -98,20 +98,6 @@ def capped_traits(fields: Any) -> dict[str, Any]:
     return {"extras": {"logit_cap": fields.number("logit_cap")}}
 
 
-def test_a_class_by_itself_on_both_runners(folder: Path, runner: str) -> None:
-    class Capped(LlamaForCausalLM):
-        def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-            cap = self.config.extras["logit_cap"]
-            return cap * (super().compute_logits(hidden) / cap).tanh()
-
-    change(folder, logit_cap=None)
-    ModelRegistry.register_model(NAME, Capped, traits=capped_traits, defaults={"logit_cap": 2.0})
-    output, plan = generate(folder, model_runner=runner)
-    assert_is_capped(output, cap=2.0)
-    reasons = {layer.reason for layer in plan.fusion}
-    assert runner == "v1" or reasons == {f"a registered class, {__name__}:{Capped.__qualname__}"}
-
-
 def test_workers_do_not_find_a_class_that_is_in_no_module(folder: Path) -> None:
     class Local(LlamaForCausalLM): ...
 
@@ -134,13 +120,6 @@ def test_a_class_takes_the_place_of_an_architecture(folder: Path, caplog: pytest
     assert_is_capped(output)
     assert all(layer.is_fused for layer in plan.fusion)
     assert NAME not in ModelRegistry.get_supported_archs()
-
-
-def test_fields_with_other_names(folder: Path) -> None:
-    change(folder, logit_cap=None, soft_cap=CAP, hidden_size=None, n_embd=48)
-    names = {"hidden_size": "n_embd", "logit_cap": "soft_cap", "vocab_size": "n_vocab"}
-    ModelRegistry.register_model(NAME, f"my_models:{NAME}", traits=capped_traits, attribute_map=names)
-    assert_is_capped(generate(folder)[0])
 
 
 def test_plugins_register_models(folder: Path, run: CommandRunner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,13 @@ from tests.helpers.specs import changed, model_config, ropes_of
 from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.model import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.kernels.attention.rope_and_cache import rotate_torch
 from fleetfoot.layers.decoder import representatives
 from fleetfoot.layers.rotary import inverse_frequencies, rotary_table
 from fleetfoot.models.interface import CausalLM, model_class
 from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.weights import WeightError
 from fleetfoot.weights.checkpoint import Checkpoint
-from fleetfoot.weights.loading import ModelLoader, reload_weights
+from fleetfoot.weights.loading import ModelLoader
 from fleetfoot.weights.store import WeightStore
 
 if TYPE_CHECKING:
@@ -81,13 +80,6 @@ def test_rotary_angles_equal_those_of_transformers(rope: dict[str, Any], tmp_pat
     cos, sin = reference.model.rotary_emb(torch.zeros(1), positions[None])
     expected = torch.cat((cos[0, :, :64], sin[0, :, :64]), dim=-1)
     torch.testing.assert_close(table[positions], expected, rtol=0, atol=2e-7)  # a vector's cosine and a scalar's
-
-
-def test_a_layer_without_positions_rotates_nothing() -> None:
-    table = rotary_table(None, 6, 5, torch.device("cpu"))
-    assert table.tolist() == [[1.0] * 3 + [0.0] * 3] * 5
-    x = torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(rotate_torch(x, table), x, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3-layer-types"])
@@ -155,47 +147,6 @@ def test_a_model_in_two_parts_gives_the_same_logits(case: str, tied: bool, cut: 
     for layers in (range(0), range(2, 4), range(0, 3, 2), range(2, -1, -1)):
         with pytest.raises(ValueError, match="expected consecutive ones"):
             load(tmp_path, layers)
-
-
-def test_the_rotary_table_can_be_shorter_than_the_models_limit(tmp_path: Path) -> None:
-    reference = checkpoint(tmp_path, "llama")
-    model = load(tmp_path, max_positions=30)
-    assert_logits(model, reference)
-    with pytest.raises(IndexError):
-        run(model, PagedCache(model.config, 16), {0: prompt(31)})
-
-
-def test_the_longest_sequence_selects_the_factors_of_longrope(tmp_path: Path) -> None:
-    reference = checkpoint(tmp_path, "phi3-long", original_max_position_embeddings=40)
-    expected = {length: reference_logits(reference, prompt(length)) for length in (40, 60)}  # `transformers` switches
-    for max_positions, length in ((40, 40), (60, 60), (None, 60)):
-        model = load(tmp_path, max_positions=max_positions)
-        assert_close(run(model, PagedCache(model.config, 16), {0: prompt(length)})[0], expected[length])
-
-
-@pytest.mark.parametrize("case", ["llama-tied", "llama-biases", "qwen3"])
-def test_reloaded_weights_take_effect(case: str, tmp_path: Path) -> None:
-    checkpoint(tmp_path / "old", case, seed=1)
-    reference = checkpoint(tmp_path / "new", case, seed=2)
-    model = load(tmp_path / "old", ops=cpu_kernels())
-    before = run(model, PagedCache(model.config, 16), {0: prompt(30)})[0]
-    reload_weights(model, context(ops=cpu_kernels()), tmp_path / "new")
-    assert_logits(model, reference)
-    assert not torch.allclose(before, reference_logits(reference, prompt(30)), rtol=0.01)
-
-
-def test_one_reopened_weight_changes_that_tensor_alone(tmp_path: Path) -> None:
-    reference = checkpoint(tmp_path, "llama", attention_bias=True)
-    model = load(tmp_path, ops=cpu_kernels())
-    changed = ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.bias")
-    with torch.no_grad():
-        for spec in model.weight_specs():
-            if spec.name in changed:
-                torch.testing.assert_close(spec.destination(), reference.get_parameter(spec.name), rtol=0, atol=0)
-                spec.destination().mul_(-2.0)
-                reference.get_parameter(spec.name).mul_(-2.0)
-    model.process_weights_after_loading()
-    assert_logits(model, reference)
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -308,17 +259,6 @@ FEATURES: dict[str, tuple[str, Callable[[CausalLM], None]]] = {
     "residual multiplier": ("granite", without(residual_multiplier=1.0)),
     "attention multiplier": ("granite", without(attention_scale=None)),
 }
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_each_feature_changes_the_logits(feature: str, tmp_path: Path) -> None:
-    case, switch_off = FEATURES[feature]
-    reference, tokens = checkpoint(tmp_path, case), prompt(30)
-    model, expected = load(tmp_path), reference_logits(reference, tokens)
-    assert_close(run(model, PagedCache(model.config, 16), {0: tokens})[0], expected)
-    switch_off(model)
-    logits = run(model, PagedCache(model.config, 16), {0: tokens})[0]
-    assert (logits - expected).abs().max() > 0.05 * expected.abs().max()
 
 
 VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.helpers.engines import make_engine
-from tests.helpers.runner_lives import MAX_MODEL_LEN, METHODS, NUM_DRAFTS, STORY
+from tests.helpers.runner_lives import MAX_MODEL_LEN, METHODS, STORY
 from tests.helpers.schedules import OPENINGS, assert_lives_agree, live_alone, story_lives
 
 from fleetfoot import RequestOutput
@@ -147,28 +147,3 @@ def test_drafting_that_does_not_pay_is_turned_off(way: dict[str, Any]) -> None:
     second_test = sum(number > PATIENCE for number in with_drafts)
     assert all(NUM_SAMPLES <= count <= NUM_SAMPLES + 4 for count in (first_test, second_test))
     assert first_test + second_test == len(with_drafts)
-
-
-@pytest.mark.usefixtures("patience")
-@WAY
-def test_drafting_begins_again_where_it_comes_to_pay(way: dict[str, Any]) -> None:
-    config = METHODS["eagle"]
-    tokens, timed, drafts = run(LENGTHS, lambda step: 9.0 if step < 60 else 0.1, speculative_config=config, **way)
-    assert tokens == tokens_without(LENGTHS)
-    assert drafts.off[DOES_NOT_PAY] == pytest.approx(PATIENCE, abs=16)
-    assert drafts.off_reason == ""
-    assert [step.num_drafts for step in timed.steps[-10:]] == [NUM_DRAFTS] * 10
-    assert drafts.mean_acceptance_length > 2
-
-
-@WAY
-def test_large_batches_have_no_drafts(way: dict[str, Any]) -> None:
-    lengths = (10, 20, 50, 60)
-    config = {**METHODS["eagle"], "disable_by_batch_size": 2, "adaptive": False}
-    tokens, timed, drafts = run(lengths, speculative_config=config, **way)
-    assert tokens == tokens_without(lengths)
-    assert all(step.num_decodes <= 2 for step in timed.steps if step.num_to_propose)
-    assert not any(step.num_drafts for step in timed.steps if step.num_decodes > 2)
-    assert list(drafts.off) == ["more than 2 requests"]
-    assert drafts.num_accepted > 20
-    assert drafts.off_reason == ""

@@ -1,6 +1,5 @@
 """`fleetfoot plan`: the decision and the memory of a dozen configurations, from config.json alone."""
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -13,12 +12,8 @@ import pytest
 from tests.helpers.commands import CommandRunner
 
 from fleetfoot import LLM
-from fleetfoot.assets import embedded_model_path
-from fleetfoot.cli.arguments import size_in_bytes
-from fleetfoot.cli.plan import make_report, plan_report
-from fleetfoot.cli.plan_text import readable
+from fleetfoot.cli.plan import plan_report
 from fleetfoot.config import sentence_transformers
-from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.env import USE_V2_MODEL_RUNNER
 from fleetfoot.kernels_hopper.cluster import fit
 from fleetfoot.native.loading import native_problem
@@ -130,25 +125,6 @@ def test_what_v1_alone_does(run: Command) -> None:
     assert [problem.split(" (")[0] for problem in refused["problems"]] == names
 
 
-@pytest.mark.parametrize(("value", "runner", "other"), [("0", "v1", "v2"), ("1", "v2", "v1")])
-def test_the_environment_is_reported(value: str, runner: str, other: str, run: Command, monkeypatch: Patch) -> None:
-    monkeypatch.setenv(USE_V2_MODEL_RUNNER, value)
-    report = run.plan()
-    assert (report["model_runner"], report["explicit"]) == (runner, True)
-    assert f"{USE_V2_MODEL_RUNNER} is {value}" in report["reasons"][0]
-    assert run.plan("--model-runner", other)["model_runner"] == other
-    monkeypatch.setenv(USE_V2_MODEL_RUNNER, "true")
-    assert f"{USE_V2_MODEL_RUNNER} is 'true'; it can be 0" in run.refused("plan", "--model-runner", "v1")
-
-
-def test_the_plan_of_the_embedded_model(run: Command) -> None:
-    flags = ["--device", "cpu", "--cpu-memory", "16GiB"]
-    report = run.plan(*flags)
-    assert (report["architecture"], report["num_parameters"]) == ("LlamaForCausalLM", 3_542_208)
-    assert (report["memory"]["total"], report["graphs"]["num_shapes"]) == (16 * GIB, 0)
-    assert report == run.plan("story-llama", *flags) == run.plan("--model", "story-llama", *flags)
-
-
 def test_a_plan_for_this_machine_is_what_an_engine_does(run: Command) -> None:
     flags = ["--max-num-seqs", "3", "--max-model-len", "500", "--block-size", "8"]
     report = run.plan("--device", "cpu", *flags)
@@ -165,74 +141,10 @@ def test_a_plan_for_this_machine_is_what_an_engine_does(run: Command) -> None:
     assert theirs == report
 
 
-def test_the_memory_of_a_gpu(run: Command, llama_8b: str) -> None:
-    report = run.plan(llama_8b, *H100)
-    memory = report["memory"]
-    assert memory["total"] == 80 * GIB and memory["budget"] == 72 * GIB
-    assert sum(memory[part] for part in PARTS) == memory["budget"]
-    assert all(isinstance(memory[part], int) and memory[part] > 0 for part in PARTS)
-    assert memory["weights"] == 2 * 8_030_261_248 == 2 * report["num_parameters"]
-    assert memory["kv_cache"] == memory["num_blocks"] * report["kv_layout"]["bytes_per_block"]
-    assert memory["num_tokens"] == memory["num_blocks"] * 16
-    assert report["kv_layout"]["shape"] == [memory["num_blocks"], 32, 2, 8, 16, 128]
-    assert report["kv_layout"]["name"] == "arena"
-    capacity = report["capacity"]
-    assert capacity["longest_context"] == 131072
-    assert capacity["requests_at_max_model_len"] == memory["num_blocks"] // (131072 // 16) >= 2
-    assert capacity["context_at_max_num_seqs"] * 256 <= memory["num_tokens"]
-    assert (report["gpu_name"], report["device"], report["dtype"]) == ("NVIDIA H100", "cuda", "bfloat16")
-
-
-def test_captured_shapes_and_fused_layers(run: Command, llama_8b: str) -> None:
-    graphs = run.plan(llama_8b, *H100, "--max-num-seqs", "24")["graphs"]
-    assert graphs["decode"] == [1, 2, 4, 8, 16, 24]
-    mixed = [16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 640, 768, 896, 1024]
-    assert (graphs["mixed"], graphs["split"]) == (mixed, [16, 32, 64, 128, 256, 512])
-    assert run.plan(str(embedded_model_path()), *H100)["graphs"]["mixed"][-1] == 7168  # a small model has larger ones
-    assert (graphs["uniform"], graphs["num_drafts"], graphs["num_shapes"]) == ([], 0, 6 + 14 + 6)
-    assert graphs["num_graphs"] > 2 * graphs["num_shapes"] and graphs["bytes"] > 1 << 26 and graphs["seconds"] > 0
-    assert graphs["full_step"] is None
-    for flags, is_fused in ((["--enforce-eager"], True), (["--model-runner", "v1"], False)):
-        report = run.plan(llama_8b, *H100, *flags)
-        assert report["graphs"]["num_shapes"] == report["memory"]["graphs"] == 0
-        (layers,) = report["layers"]
-        assert (layers["first"], layers["last"], layers["fused"]) == (0, 31, is_fused)
-        assert layers["reason"]
-
-
 SMALL_LAYERS = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "max_position_embeddings": 40960}
 QWEN3_06B = {"num_hidden_layers": 28, "tie_word_embeddings": True, **QWEN3, **SMALL_LAYERS}
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
-
-
-@pytest.mark.parametrize(
-    ("model", "budget", "full_step"),
-    [
-        (QWEN3_06B, None, 8192),
-        (QWEN3_06B, 2048, None),
-        (QWEN3_06B, 3000, 3000),
-        (QWEN3_06B, 16384, None),
-        (LLAMA_1B, None, None),
-        (LLAMA_1B, 2048, 2048),
-        ({}, None, None),
-    ],
-    ids=str,
-)
-def test_full_steps_are_captured_where_launching_them_shows(
-    model: dict[str, Any], budget: int | None, full_step: int | None, run: Command, tmp_path: Path
-) -> None:
-    flags = [config_folder(tmp_path, **model), *H100]
-    flags += [] if budget is None else ["--max-num-batched-tokens", str(budget)]
-    report = run.plan(*flags)
-    graphs, memory = report["graphs"], report["memory"]
-    assert graphs["full_step"] == full_step
-    num_mixed = len(graphs["mixed"]) + (full_step is not None)
-    assert graphs["num_shapes"] == len(graphs["decode"]) + len(graphs["short"]) + num_mixed + len(graphs["split"])
-    assert full_step not in graphs["mixed"]
-    if full_step is not None:  # the pool is as large as what an eager step computes in
-        assert memory["graphs"] > memory["activations"]
-    assert (f"full step: {full_step} tokens, or nearly as many" in run("plan", *flags)) == (full_step is not None)
 
 
 @pytest.mark.parametrize(
@@ -263,23 +175,6 @@ def test_a_default_length_is_limited_to_what_fits(run: Command, llama_8b: str) -
     assert report["warnings"] == [warning]
     run("plan", llama_8b, *GPU_24)
     assert run.err == f"fleetfoot plan: warning: {warning}\n"
-
-
-@pytest.mark.parametrize("flags", [["--device", "cuda"], ["--gpu-name", "H100"], ["--device", "cuda", "--no-triton"]])
-def test_a_gpu_of_unknown_size(flags: list[str], run: Command, llama_8b: str, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Machine, "detect", Machine.without_gpu)
-    report = run.plan(llama_8b, *flags)
-    assert (report["device"], report["memory"]["total"]) == ("cuda", 80 * GIB)
-    assert report["warnings"][-1] == "no GPU is here and --gpu-memory is not given: 80GiB is assumed."
-
-
-def test_an_asserted_gpu_has_triton_and_this_machine_has_what_it_has(run: Command, monkeypatch: Patch) -> None:
-    here = Machine(GIB, "mine", 10 * GIB, has_triton=False)
-    monkeypatch.setattr(Machine, "detect", lambda: here)
-    for flags, runner in (([], "v1"), (["--triton"], "v2"), (["--gpu-memory", "9GiB"], "v2")):
-        machine = dataclasses.replace(here, has_triton=bool(flags))
-        assert make_report(EngineConfig(), machine)["model_runner"] == runner
-        assert run.plan(*flags)["model_runner"] == runner
 
 
 def test_the_text_says_what_the_object_says(run: Command, llama_8b: str) -> None:
@@ -374,17 +269,6 @@ PHI_4_MINI |= {"max_position_embeddings": 131072, "original_max_position_embeddi
 PHI_4_MINI |= {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.1] * 48}}
 
 
-@pytest.mark.parametrize(("length", "factors"), [("4096", "short"), ("4097", "long")])
-def test_the_factors_of_longrope(run: Command, length: str, factors: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(PHI_4_MINI))
-    flags = [str(tmp_path), *H100, "--max-model-len", length, "--speculative-config", DRAFTS]
-    report = run.plan(*flags)
-    rope = f"longrope ({factors} factors), theta 10000, 96 elements of each head"
-    assert report["positions"] == [{"rope": rope, "layers": [*range(32)]}]
-    assert report["num_parameters"] == 3_836_021_760
-    assert f"positions 32 layers: {rope}" in " ".join(run("plan", *flags).split())
-
-
 MODELS: dict[str, dict[str, Any]] = {"MODEL": {}, "WRONG": {"hidden_size": "wide"}}
 
 
@@ -463,23 +347,6 @@ def test_no_more_than_the_config_is_downloaded(run: Command, llama_8b: str, monk
         *("config.json", "generation_config.json", "*quant*_config.json"),
         *sentence_transformers.FILES,
     ]
-
-
-def test_sizes() -> None:
-    sizes = {"80GiB": 80 * GIB, "8gb": 8 * 10**9, "1.5 MiB": 3 << 19, "2048K": 2 << 20, "80": 80 * GIB, "1.5": 3 << 29}
-    assert {text: size_in_bytes(text) for text in sizes} == sizes
-    texts = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 5 << 20: "5.0 MiB", 80 * GIB: "80.00 GiB", -GIB: "-1.00 GiB"}
-    assert {size: readable(size) for size in texts} == texts
-
-
-def test_the_kv_connector_is_reported(run: Command, llama_8b: str) -> None:
-    assert run.plan(llama_8b, *H100)["kv_connector"] is None
-    both = run.plan(llama_8b, *H100, "--kv-offloading-size", "4", "--kv-transfer-config", NIXL)
-    connectors = ["OffloadingConnector", "NixlConnector"]
-    expected = {"name": "MultiConnector", "role": "kv_both", "connectors": connectors}
-    assert both["kv_connector"] == {**expected, "load_failure_policy": "recompute"}
-    line = "KV connector      OffloadingConnector as kv_both; tokens that cannot be loaded are computed again\n"
-    assert line in run("plan", llama_8b, *H100, "--kv-offloading-size", "4")
 
 
 @pytest.mark.parametrize("flags", [H100, CPU], ids=["gpu", "cpu"])

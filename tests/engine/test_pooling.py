@@ -29,7 +29,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
 )
 
 from fleetfoot import LLM, PoolingParams, SamplingParams
@@ -112,17 +111,6 @@ def test_a_head_for_scores_of_every_family(kind: str, tmp_path: Path) -> None:
     with LLM(tmp_path, **SETTINGS) as llm:
         probs = [output.outputs.probs for output in llm.classify(ids(PROMPTS), use_tqdm=False)]
     torch.testing.assert_close(torch.tensor(probs), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_head_for_scores_of_tokens(tmp_path: Path) -> None:
-    model = save(tmp_path, "llama", AutoModelForTokenClassification, num_labels=3)
-    torch.nn.init.normal_(model.score.bias)
-    model.save_pretrained(tmp_path)
-    with LLM(tmp_path, **SETTINGS) as llm:
-        for output, prompt in zip(llm.encode(ids(PROMPTS), use_tqdm=False), PROMPTS, strict=True):
-            with torch.no_grad():
-                expected = model(torch.tensor([prompt])).logits[0].softmax(1)
-            torch.testing.assert_close(output.outputs.data, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_each_token_and_dimensions(tmp_path: Path) -> None:

@@ -16,9 +16,7 @@ from fleetfoot.native.loading import native_problem
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.sampling.shape import EVERYTHING, GRAPH_LOGPROBS, LIST_CAPACITY, PLAIN, TOP_K, SamplingVariant
-from fleetfoot.scheduler.config import SchedulerConfig
-from fleetfoot.scheduler.scheduler import Scheduler
+from fleetfoot.sampling.shape import EVERYTHING, GRAPH_LOGPROBS, LIST_CAPACITY, SamplingVariant
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
 
 pytestmark = pytest.mark.skipif(
@@ -103,28 +101,6 @@ def variants(runner: ModelRunnerV2) -> set[SamplingVariant | None]:
     return USED[runner]
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_every_feature_is_in_the_graph(feature: str) -> None:
-    params = params_of(*PLAIN_ONES, FEATURES[feature], PLAIN_ONES[1], FEATURES[feature])
-    runner = captured_runner()
-    got = live(in_one_runner(runner), params)
-    assert_same(got, lives_in("v1", params), tolerance=0.0)
-    assert runner.graphs.num_steps["decode"] > 5
-    assert runner.graphs.num_steps["eager"] == 0
-    assert variants(runner) - {PLAIN} == {TOP_K if feature in FILTERS else EVERYTHING}
-
-
-def test_all_features_together_with_preemption() -> None:
-    params = params_of(*PLAIN_ONES, *FEATURES.values(), *PLAIN_ONES)
-    runner = captured_runner()
-    scheduler = Scheduler(SchedulerConfig(24, 8, runner_lives.MAX_NUM_SEQS, 64))
-    assert_same(live(in_one_runner(runner), params, scheduler=scheduler), lives_in("v1", params), tolerance=0.0)
-    assert scheduler.stats().num_preemptions > 0
-    assert runner.graphs.num_steps["eager"] == 0
-    assert None not in variants(runner)
-    assert EVERYTHING in variants(runner)
-
-
 def test_a_shutdown_frees_the_graphs() -> None:
     """NCCL's communicators, which are destroyed next, wait for that."""
     runner = captured_runner()
@@ -147,18 +123,6 @@ def test_features_outside_graphs_are_sampled_eagerly(feature: str) -> None:
     assert variants(runner) >= {None, EVERYTHING}
 
 
-@pytest.mark.parametrize("share_of_errors", [0.0, 0.5])
-def test_features_with_drafts(share_of_errors: float) -> None:
-    params = params_of(*PLAIN_ONES, *FEATURES.values(), *PLAIN_ONES)
-    expected = lives_in("v2", params)
-    drafter = runner_lives.ScriptedDrafter(share_of_errors=share_of_errors)
-    runner = captured_runner(DraftSettings(runner_lives.NUM_DRAFTS, drafter=drafter), RecordingDevice(has_graphs=True))
-    got = live(in_one_runner(runner), params, drafter=drafter, expected=expected)
-    assert_same(got, expected, tolerance=0.0)
-    assert variants(runner) >= {None, EVERYTHING}  # with prompts, sampling is eager
-    assert runner.graphs.num_steps["uniform"] > 0
-
-
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_no_step_waits_and_logprobs_are_one_copy_more(depth: int) -> None:
     features = {"frequency_penalty": 1.0, "logit_bias": {30: 1.0}, "bad_words": ["a pair"], "logprobs": 4}
@@ -178,11 +142,3 @@ def test_no_step_waits_and_logprobs_are_one_copy_more(depth: int) -> None:
     # the forward pass that all samplers share, and this sampling
     assert counts[6:-1] == [{"copy_in": 1, "replay": 2, "copy_out": 2}] * (len(counts) - 7)
     assert len(counts) > 20
-
-
-def test_a_step_without_logprobs_copies_none() -> None:
-    device = StrictDevice()
-    runner = captured_runner(device=device)
-    live(in_one_runner(runner), params_of(*PLAIN_ONES))
-    assert variants(runner) == {PLAIN}
-    assert device.counts["copy_out"] == sum(runner.graphs.num_steps.values())

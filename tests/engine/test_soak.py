@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.soak import DRAFTERS, Checker, Faults, Live, Resources, own_temporary_folder, slope, soak
+from benchmarks.soak import DRAFTERS, Checker, Live, soak
 from benchmarks.soak_http import http_soak
 from benchmarks.soak_oracle import Case, Oracle, WeightSets
 
@@ -71,41 +71,3 @@ def test_a_field_that_differs_is_noticed(fields: dict[str, Any], checker: Checke
     assert not checker.wrong
     checker.check("r", Live(0, 0), changed(checker, 1, **fields), 1)
     assert checker.wrong
-
-
-def test_weights_that_change_within_an_output_are_replayed(checker: Checker) -> None:
-    checker.wrong, checker.numbers = [], {0: 0, 1: 1}
-    mixed = checker.oracle.replay(0, 0, [0, 0, 1, 1])
-    first, second = (checker.oracle.output(0, number).outputs[0].token_ids for number in (0, 1))
-    assert mixed.token_ids[:2] == first[:2] and mixed.token_ids not in (first, second)
-    fields = {name: getattr(mixed, name) for name in ("text", "token_ids", "logprobs")}
-    versions = {"weight_version": 1, "weight_versions": [0, 0, 1, 1]}
-    checker.check("r", Live(0, 0), changed(checker, 1, **fields, **versions), 1)
-    assert not checker.wrong
-    checker.check("r", Live(0, 0), changed(checker, 1, **fields), 1)
-    assert checker.wrong
-
-
-def test_what_is_left_over_is_a_multiset(tmp_path: Path) -> None:
-    with own_temporary_folder() as folder:
-        before = Resources.now()
-        with (tmp_path / "a").open("w"), (tmp_path / "b").open("w"):
-            (folder / "fleetfoot-x").mkdir()
-            after = Resources.now()
-            left = after.left_over(before)
-        assert left["descriptors"].total() == 2 and left["shared"].total() == 1
-        assert "descriptors" not in before.left_over(after)
-
-
-def test_the_slope_is_robust() -> None:
-    samples = [(number * 1000, 5 * number * 1000) for number in range(20)]
-    samples[7] = (7000, 10**9)
-    assert slope(samples) == 5
-
-
-def test_faults_spare_the_functions_of_holds() -> None:
-    faults = Faults(0, load_failures=0, mean_steps=1)
-    faults.is_held = True
-    for _ in range(10):
-        faults.strike()
-    assert not faults.num_errors

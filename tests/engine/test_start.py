@@ -1,7 +1,6 @@
 """Engines that cannot start say why: settings, files, models, drafters; `force_runner` wins, and is restored."""
 
 import asyncio
-import contextvars
 import dataclasses
 import json
 import logging
@@ -50,7 +49,6 @@ from fleetfoot.records.step import SchedulerOutput, WarmUpOutput
 from fleetfoot.records.weights import WeightError
 from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.v1.compiled import warm_up_layers
-from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.runner.v2.warm_up import NAME
 from fleetfoot.speculative.drafter import NO_DRAFTING
 from fleetfoot.testing import force_runner, force_v1_runner
@@ -260,14 +258,6 @@ def test_a_rank_opens_its_compiler_before_it_meets_the_others(text_model: Path, 
         assert events == [*opened, "groups"]
 
 
-def test_a_worker_process_compares_what_it_built(text_model: Path) -> None:
-    plan = plan_of(text_model, distributed_executor_backend="mp", kv_offloading_size=0.01)
-    assert plan.connector is not None
-    plan = dataclasses.replace(plan, connector=dataclasses.replace(plan.connector, class_name="odd"))
-    with pytest.raises(PlanMismatchError, match=r"worker 0: connector is '[\w.]*OffloadingConnector', .*names 'odd'"):
-        start_executor(plan)
-
-
 def start(model: str | Path | None = None, method: str = "", target: str = "story-llama", **settings: Any) -> None:
     speculative = {"method": method, "num_speculative_tokens": 2} | ({} if model is None else {"model": str(model)})
     LLM(model=target, device="cpu", num_gpu_blocks_override=64, speculative_config=speculative, **settings).shutdown()
@@ -291,16 +281,6 @@ def test_no_such_model(method: str) -> None:
 def test_a_whole_model_is_no_head() -> None:
     with pytest.raises(WeightError, match=r"'story-llama' .* has no tensor fc.weight, .* method 'draft_model'"):
         start("story-llama", "eagle")
-
-
-def test_a_folder_without_weights(tmp_path: Path) -> None:
-    folder = copy_of(DRAFT, tmp_path)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(WeightError, match=r"no \*.safetensors in"):
-        start(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"no config.json in"):
-        start(folder)
 
 
 HEAD = embedded_eagle_path()
@@ -384,15 +364,6 @@ def test_the_drafter_is_on_the_last_rank(run: CommandRunner) -> None:
     assert last["kv_cache"] - first["kv_cache"] == report["drafter"]["kv_cache"] > 0
 
 
-def test_the_plan_of_graphs_with_drafts(run: CommandRunner) -> None:
-    speculative = json.dumps({"num_speculative_tokens": 3})
-    flags = ["--device", "cuda", "--gpu-memory", "80GiB", "--max-num-seqs", "16", "--speculative-config", speculative]
-    graphs = run.json("plan", "--json", *flags)["graphs"]
-    assert graphs["num_drafts"] == 3
-    assert graphs["uniform"] == graphs["decode"] == [1, 2, 4, 8, 16]
-    assert graphs["num_graphs"] > graphs["num_shapes"]
-
-
 @pytest.mark.parametrize("target", ["story-llama", embedded_model_path()], ids=["name", "path"])
 @pytest.mark.parametrize("model", [None, "story-llama-eagle"])
 def test_the_embedded_head_is_found(target: str | Path, model: str | None) -> None:
@@ -446,15 +417,6 @@ def test_it_wins_and_leaves_the_environment(runner: str, held: str | None) -> No
 
 
 @PUT_BACK
-def test_blocks_may_be_nested(held: str | None) -> None:
-    with force_runner("v1"):
-        with force_runner("v2"):
-            assert runs() == "v2"
-        assert runs() == "v1"
-    assert is_as_before(held)
-
-
-@PUT_BACK
 def test_as_a_decorator(held: str | None) -> None:
     @force_runner("v1")
     def first(suffix: str, *, times: int) -> str:
@@ -492,25 +454,6 @@ def test_without_an_engine_it_is_an_error(work: Callable[[], None], held: str | 
     assert is_as_before(held)
 
 
-@pytest.mark.parametrize("part", ["start_executor", "build_input_processor"])
-def test_a_start_that_fails_does_not_count(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the workers have started, and after that."""
-    monkeypatch.setattr(engine_module, part, mock.Mock(side_effect=RuntimeError("injected")))
-    failed = pytest.raises(RuntimeError, match="injected")
-    with pytest.raises(AssertionError, match="no engine has started"), force_runner("v1"), failed:
-        start_engine()
-
-
-def test_a_thread_that_starts_in_a_block_is_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(USE_V2_MODEL_RUNNER, "0")
-    message = r"force_runner\('v2'\) had no effect: no engine has started in its block"
-    with pytest.raises(AssertionError, match=message), force_runner("v2"), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(runs).result() == "v1"
-    with force_runner("v2") as forced:  # unless it takes the context along
-        assert asyncio.run(asyncio.to_thread(runs)) == "v2"
-    assert [plan.runner for plan in forced.plans] == ["v2"]
-
-
 def test_blocks_of_two_threads_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """A enters, B enters, A leaves, B's engine; then an engine outside of any block."""
     monkeypatch.setenv(USE_V2_MODEL_RUNNER, "0")
@@ -540,49 +483,6 @@ def test_blocks_of_two_threads_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs() == "v1"
     monkeypatch.setenv(USE_V2_MODEL_RUNNER, "1")
     assert runs() == "v2"
-
-
-@PUT_BACK
-def test_blocks_of_one_context_may_end_in_any_order(held: str | None) -> None:
-    outer, inner = force_runner("v1"), force_runner("v2")
-    block = outer.__enter__()
-    with inner:
-        block.plans.append(mock.Mock())  # an engine
-        outer.__exit__(None, None, None)
-        assert runs() == "v2"
-    assert is_as_before(held)
-
-
-def test_blocks_of_two_tasks_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task that begins in a block is in it until it ends."""
-    monkeypatch.setenv(USE_V2_MODEL_RUNNER, "0")
-
-    async def work() -> None:
-        has_begun, has_ended = asyncio.Event(), asyncio.Event()
-
-        async def inherits() -> list[str]:
-            before = runs()
-            has_begun.set()
-            await has_ended.wait()
-            return [before, runs()]
-
-        with force_runner("v2") as forced:
-            task = asyncio.ensure_future(inherits())
-            await has_begun.wait()
-        has_ended.set()
-        assert await task == ["v2", "v1"]
-        assert [plan.runner for plan in forced.plans] == ["v2"]
-
-    asyncio.run(work())
-
-
-def test_a_block_may_end_in_another_context() -> None:
-    forced = force_runner("v1")
-    contextvars.copy_context().run(lambda: forced.__enter__().plans.append(mock.Mock()))
-    forced.__exit__(None, None, None)
-    assert next(forced_runners(), None) is None
-    with forced:
-        assert runs() == "v1"
 
 
 def test_force_v1_runner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -619,29 +519,6 @@ ON_V1, ON_OTHER = (
     r"\('v2'\) is in effect, and the engine runs on 'v1'",
     r"\('v2'\): 1 engine\(s\) ran on another runner",
 )
-
-
-@pytest.mark.parametrize(("in_thread", "message"), [(False, ON_V1), (True, ON_OTHER)])
-def test_the_runner_that_ran_counts(in_thread: bool, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers report V1 whatever the plan names, and the check of what was built is switched off."""
-    monkeypatch.setattr(ModelRunnerV2, "name", "v1")
-    monkeypatch.setattr("fleetfoot.executor.worker.check_parts", lambda *_: None)
-    with pytest.raises(AssertionError, match=f"force_runner{message}"), force_runner("v2"):
-        if not in_thread:
-            start_engine()
-        with ThreadPoolExecutor(1) as pool:
-            started = pool.submit(contextvars.copy_context().run, start_engine)
-            assert isinstance(started.exception(), AssertionError)  # which a thread may drop
-
-
-@PUT_BACK
-def test_an_exception_is_raised_unchanged(held: str | None) -> None:
-    with pytest.raises(KeyError, match="mine"), force_runner("v2"):
-        raise KeyError("mine")
-    assert is_as_before(held)
-    with pytest.raises(ValueError, match="max_num_seqs is 0"), force_runner("v2"):
-        LLM(max_num_seqs=0)
-    assert is_as_before(held)
 
 
 @PUT_BACK

@@ -166,28 +166,6 @@ def test_masks_are_read_by_a_graph_behind_that_of_the_forward_pass(
     engine.shutdown()
 
 
-@pytest.mark.parametrize("path", ["overlapped", "ngram"])
-def test_outputs_are_valid_at_every_length(path: str, text_model: Path, expected: dict[str, Any]) -> None:
-    ((tokens, _),) = expected["schema"]
-    (prompt, _), schema = requests()["schema"], CONSTRAINTS["schema"]
-    made = {
-        str(length): (
-            prompt,
-            SamplingParams(temperature=0, max_tokens=length, structured_outputs=schema),
-        )
-        for length in range(1, len(tokens) + 2)
-    }
-    engine = make_engine(text_model, model_runner="v2", **PATHS[path])
-    outputs = run_requests(engine, made)
-    engine.shutdown()
-    for name, output in outputs.items():
-        is_whole = int(name) >= len(tokens)
-        assert output.outputs[0].finish_reason == ("stop" if is_whole else "length")
-        assert output.outputs[0].token_ids == tokens[: int(name)]
-        if is_whole:
-            jsonschema.validate(json.loads(output.outputs[0].text), SCHEMA)
-
-
 PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, "stop"),
     "min_tokens": ({"min_tokens": 40}, "stop"),
@@ -197,48 +175,6 @@ PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "allowed": ({"allowed_token_ids": [EOS, *range(32, 60)]}, "error"),
     "stop": ({"stop": ["egative", "ositive", " opinion"]}, "stop"),
 }
-
-
-@pytest.mark.parametrize("kind", ["v1", "v2"])
-def test_other_parameters_beside_a_grammar(kind: str, engines: dict[str, LLMEngine]) -> None:
-    """A grammar that leaves an end token alone wins over what keeps the output from ending; a row without any token
-    ends its request with the reason."""
-    choices = ["positive", "negative", "no opinion"]
-    prompt = prompt_of(6, VOCAB)
-    made = {
-        name: (prompt, SamplingParams(max_tokens=50, temperature=0, structured_outputs={"choice": choices}, **params))
-        for name, (params, _) in PARAMS.items()
-    }
-    for name, output in run_requests(engines[kind], made).items():
-        completion = output.outputs[0]
-        assert completion.finish_reason == PARAMS[name][1], name
-        if name == "allowed":
-            assert "structured_outputs leave no token" in str(completion.stop_reason)
-        elif name == "stop":
-            assert completion.text in ("n", "p", "no")
-        else:
-            assert completion.text in choices
-
-
-@pytest.mark.parametrize("kind", ["v1", "v2"])
-def test_end_tokens_where_the_grammar_goes_on(kind: str, engines: dict[str, LLMEngine]) -> None:
-    """ignore_eos and min_tokens hold as long as another token is allowed."""
-    prompt, number = prompt_of(6, VOCAB), {"regex": "[0-9]*"}
-    made = {
-        "ignore_eos": {"ignore_eos": True},
-        "min_tokens": {"min_tokens": 9, "logit_bias": {EOS: 1e4}},
-        "free": {"logit_bias": {EOS: 1e4}},
-    }
-    outputs = run_requests(
-        engines[kind],
-        {
-            name: (prompt, SamplingParams(max_tokens=20, temperature=0, structured_outputs=number, **params))
-            for name, params in made.items()
-        },
-    )
-    found = {name: (len(one.outputs[0].token_ids), one.outputs[0].finish_reason) for name, one in outputs.items()}
-    assert found == {"ignore_eos": (20, "length"), "min_tokens": (10, "stop"), "free": (1, "stop")}
-    assert outputs["min_tokens"].outputs[0].text.isdecimal()
 
 
 @pytest.mark.parametrize("kind", ["v1", "v2"])

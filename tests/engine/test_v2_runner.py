@@ -10,18 +10,15 @@ import pytest
 import torch
 from tests.helpers import runner_lives
 from tests.helpers.recording_device import RecordingDevice
-from tests.helpers.runner_lives import TakenStep, in_one_runner, queue_step, run_steps, take_steps
+from tests.helpers.runner_lives import in_one_runner, queue_step, take_steps
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.config.parsing import load_model_config
-from fleetfoot.kernels.prepare.tables import NUM_ROW_FIELDS
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, RowLogprobs
 from fleetfoot.runner.graphs import StepShape
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.sampling import shape
-from fleetfoot.sampling.shape import LIST_CAPACITY, NUM_PLANES, PLAIN
+from fleetfoot.sampling.shape import PLAIN
 from fleetfoot.scheduler.scheduler import Scheduler
 
 MAX_NUM_SEQS = 8
@@ -89,16 +86,6 @@ def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
     return {request.request_id: request.token_ids.tolist() for request in requests}
 
 
-def test_long_contexts_beside_prompts_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetfoot.runner.graphs.LONGEST_MIXED_DECODE", 5)
-    captured = make_runner(device=RecordingDevice(has_graphs=True))
-    captured.warm_up()
-    lives = [run_lives(captured, seed) for seed in range(3)]
-    assert lives == [run_lives(make_runner(), seed) for seed in range(3)]
-    assert min(captured.graphs.num_steps[kind] for kind in ("mixed", "split", "decode")) > 0
-    assert captured.graphs.num_steps["eager"] == 0
-
-
 def test_contexts_that_grow_change_graphs() -> None:
     """Graphs for short contexts are not used for longer ones, and are given a bound that holds."""
     captured = make_runner(device=RecordingDevice(has_graphs=True))
@@ -125,31 +112,6 @@ def prompt_tokens(output: ModelRunnerOutput) -> dict[int, list[list[int]]]:
     return {index: [row.token_ids for row in rows] for index, rows in unpacked.items()}
 
 
-@pytest.mark.parametrize("features", [{}, {"prompt_logprobs": 2}], ids=["plain", "prompt_logprobs"])
-def test_full_steps_are_replayed_and_give_the_same(features: dict[str, int]) -> None:
-    """Those with prompt logprobs run eagerly."""
-    runs = []
-    devices = (RecordingDevice(has_graphs=True), None)
-    runners = [make_runner(device=device, max_num_batched_tokens=100) for device in devices]
-    for runner in runners:
-        runner.warm_up()
-        scheduler = make_scheduler(budget=100, enable_prefix_caching=False)
-        taken: list[TakenStep] = []
-        for sizes in ([75, 122], [60, 37], [60, 36]):  # 100 tokens, then 97 and a decode; 97; 96
-            add_several(scheduler, sizes, 3, **features)
-            taken += run_steps(scheduler, in_one_runner(runner))
-        runs.append(taken)
-    replayed, eager = runs
-    with_prefills = [step.scheduled for step in replayed if step.scheduled.num_decodes < len(step.scheduled.rows)]
-    assert [output.total_num_scheduled_tokens for output in with_prefills] == [100, 98, 97, 96]
-    assert any(prompt_tokens(step.output) for step in replayed) == bool(features)
-    for step, expected in zip(replayed, eager, strict=True):
-        assert step.output.sampled_token_ids == expected.output.sampled_token_ids
-        assert prompt_tokens(step.output) == prompt_tokens(expected.output)
-    graphs = runners[0].graphs
-    assert (graphs.num_steps["mixed"], graphs.num_steps["eager"]) == ((0, 4) if features else (4, 0))
-
-
 def test_a_host_buffer_is_not_written_before_its_reader_has_passed() -> None:
     device = RecordingDevice()
     staging = make_runner(device=device)._state.staging
@@ -161,17 +123,6 @@ def test_a_host_buffer_is_not_written_before_its_reader_has_passed() -> None:
         staging.write(0, step, 1)
         staging.apply_staged_writes([0], staging._numpy[0][:2] * 0, 1)
     assert device.events == ["copy_in"] * num_slots + ["wait_copy_in", "copy_in"] * num_slots
-
-
-def test_the_copy_is_as_long_as_the_writes() -> None:
-    device = RecordingDevice()
-    runner, scheduler = make_runner(device=device), make_scheduler()
-    add(scheduler, "a", 9)
-    of_new_request = 9 + 2 + shape.NUM_FIELDS + NUM_ROW_FIELDS + 2  # tokens, blocks, fields and seed
-    for expected_writes in (of_new_request, 0, 0):
-        device.sizes_in.clear()
-        take_steps(scheduler, in_one_runner(runner), 1)
-        assert device.sizes_in == [2 * MAX_NUM_SEQS + 1 + 2 * expected_writes]
 
 
 def test_more_than_a_buffer_holds_is_sent_ahead() -> None:
@@ -207,16 +158,6 @@ def test_warm_up_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert requests[0].token_ids.tolist() == requests[1].token_ids.tolist()
 
 
-def test_penalties_keep_nothing_per_vocabulary_entry() -> None:
-    runner = make_runner(folder=embedded_model_path())
-    vocab_size = load_model_config(embedded_model_path()).vocab_size
-    lists, pages = MAX_NUM_SEQS * NUM_PLANES * LIST_CAPACITY, runner._state.tables.token_pages.numel()
-    fields = runner._state.arena.flat.numel() - lists - pages
-    assert fields < MAX_NUM_SEQS * vocab_size / 10  # bits are kept, of tokens that are allowed
-    held = [value for value in vars(runner._sampler).values() if isinstance(value, torch.Tensor)]
-    assert not held
-
-
 def test_calls_out_of_order_are_refused() -> None:
     runner = make_runner()
     with pytest.raises(RuntimeError, match="without an execute_model before it"):
@@ -247,18 +188,3 @@ def test_a_capture_runs_few_layers_before_it_captures_all() -> None:
     wholes = [key for key in runner.graphs.captured if key.part == "step"]
     assert num_layers == [2, len(run.layers)] * len(forwards) + [len(run.layers)] * len(wholes)
     assert len(run.layers) > 2
-
-
-def test_a_runner_has_all_its_layers_again_after_a_dry_pass() -> None:
-    runner = make_runner(folder=embedded_model_path())
-    model, kv_caches = runner._model, runner._kv_caches
-    assert len(kv_caches) > 2
-    (run,) = model.model.layers._runs
-    layers = list(run.layers)
-    with pytest.raises(KeyError, match="dry"), model.shortened():
-        (short,) = model.model.layers._runs
-        assert short.layers == [layers[0], layers[-1]]
-        raise KeyError("dry")
-    assert runner._model is model
-    assert model.model.layers._runs == [run] and run.layers == layers
-    assert runner._kv_caches is kv_caches

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 from tests.helpers.commands import CommandRunner
@@ -55,35 +54,6 @@ def stray(monkeypatch: pytest.MonkeyPatch, step: int, change: Callable[[ModelRun
         return SimpleNamespace(get=partial(get, sample_tokens(self, grammar)))
 
     monkeypatch.setattr(ModelRunnerV2, "sample_tokens", changed)
-
-
-@pytest.mark.parametrize(
-    ("model", "flags"),
-    [
-        ("story-llama", []),
-        (str(ASSETS / "story-qwen3"), ["--dtype", "float32", "--max-num-seqs", "3", "--max-num-batched-tokens", "24"]),
-        (str(ASSETS / "story-mistral"), ["--dtype", "float32", "--async-scheduling"]),
-    ],
-)
-def test_the_runners_agree(model: str, flags: list[str], run: Command) -> None:
-    report = run.verify(*([] if model == "story-llama" else [model]), *flags)
-    requests, num_logprobs = report.pop("requests"), report.pop("num_logprobs")
-    assert abs(report.pop("largest_logprob_difference")["difference"]) < 1e-5
-    assert report == {
-        "equal": True, "first_difference": None, "differences": [], "num_equal_tokens": 32 * 6, "num_wrong_greedy": 0,
-        "model": model, "device": "cpu", "dtype": "float32" if flags else "bfloat16",
-        "runners": ["v1", "v2"], "num_prompts": 8, "num_requests": 32, "max_tokens": 6,  # runners that really ran
-    }  # fmt: skip
-    assert [request["sampling"] for request in requests] == SAMPLING * 8
-    assert [request["num_prompt_tokens"] for request in requests[::4]] == list(verify.PROMPT_LENGTHS)
-    assert num_logprobs > 15 * (32 * 6 + sum(verify.PROMPT_LENGTHS) - 8)
-
-
-def test_the_prefix_cache_is_met(run: Command) -> None:
-    with mock.patch.object(LLMEngine, "shutdown", autospec=True, side_effect=LLMEngine.shutdown) as shutdown:
-        run.verify()
-    hits = [call.args[0].stats().scheduler.prefix_cache_hits for call in shutdown.mock_calls]
-    assert len(hits) == 2 and hits[0] == hits[1] > 0
 
 
 def test_other_paths_and_float32_are_compared(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,26 +150,6 @@ def test_a_logit_that_differs_is_named(run: Command, monkeypatch: pytest.MonkeyP
     assert "all 48 tokens are equal." in run("verify", "--runners-only")
 
 
-@pytest.mark.usefixtures("two_prompts")
-def test_a_request_that_fails_in_one_runner_differs(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    stray(monkeypatch, 4, lambda output: output.invalid.update({0: "logits that are not numbers"}))
-    (difference,) = run.verify(code=1)["differences"]
-    assert (difference["request"], difference["position"], difference["v2_token"]) == (0, 3, None)
-    assert "not numbers" in difference["error"]
-
-
-def test_prompts_of_ones_own_and_those_cut_to_the_room_there_is(run: Command, tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt": "Once upon a time"}\n')
-    report = run.verify("--prompts-file", str(path))
-    assert report["equal"] and report["num_prompts"] == 2
-    assert report["requests"][0] == {"prompt": 0, "num_prompt_tokens": 3, "sampling": "greedy"}
-    assert report["requests"][7]["sampling"] == "penalized"
-    report = run.verify("--max-model-len", "20")
-    assert report["equal"]
-    assert [request["num_prompt_tokens"] for request in report["requests"][::4]] == [1, 2, 7, 14, 14, 14, 14, 14]
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -248,16 +198,6 @@ def test_differences(v1: Tokens, v2: Tokens, reason: str, num_equal: int, differ
     first = result["first_difference"]
     assert first == (result["differences"][len(v1) > 1] if differences else None)
     assert (result["num_logprobs"], result["largest_logprob_difference"]) == (0, None)
-
-
-def test_logprobs_are_compared_up_to_the_first_difference() -> None:
-    v1 = [output([1, 2, 3], [{1: -0.5, 7: -2.0}, {2: -1.0, 9: -1.5}, {3: -0.1}], prompt=[8, 8])]
-    v2 = [output([1, 9, 3], [{1: -0.5, 6: -2.0}, {9: -1.0, 2: -1.25}, {3: -9.9}], prompt=[8, 8])]
-    result = compare(v1, v2)
-    assert result["num_logprobs"] == 3
-    assert result["largest_logprob_difference"] == {"difference": 0.5, "request": 0, "position": 3, "token": 9}
-    (difference,) = result["differences"]
-    assert (difference["v1_gap"], difference["v2_gap"]) == (0.5, 0.25)
 
 
 def test_a_logprob_that_is_no_number_is_the_largest() -> None:

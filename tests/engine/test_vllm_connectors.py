@@ -73,27 +73,6 @@ def test_roles(text_model: Path, tmp_path: Path) -> None:
         assert (close(engine).loads_done, len(saved_files(tmp_path))) == (num_loads, num_files)
 
 
-def test_the_bytes_are_those_of_an_engine_that_computes(text_model: Path, tmp_path: Path) -> None:
-    """In files of an engine with other chunks, and in the KV cache of one that has loaded them."""
-    params = SamplingParams(temperature=0, max_tokens=1)
-    prompt = prompt_of(40, VOCAB, seed=6)
-    caches = []
-    for folder, budget in (("a", 32), ("b", 64), ("a", 32)):
-        engine = start(text_model, example(tmp_path / folder), max_num_batched_tokens=budget)
-        run_requests(engine, {"long": (prompt, params)})
-        blocks = [engine.core.executor.runner._connector._connector._kv_caches]  # by the names of layers
-        caches.append({name: kv_cache.clone() for name, kv_cache in blocks[0].items()})
-        loaded = close(engine).tokens_loaded
-    assert loaded == 36
-    first, second = (load_file(saved_files(tmp_path / folder)[0]) for folder in "ab")
-    assert list(first) == [f"model.layers.{layer}.self_attn.attn" for layer in range(2)]
-    for name, layer in first.items():
-        assert layer.shape == (2, 9, 4, 2, 16) and layer.any()
-        assert torch.equal(layer, second[name])
-        written = [cache[name].flatten(1, 2) for cache in (caches[0], caches[2])]
-        assert torch.equal(*written)  # the same blocks in both engines, the last token's included
-
-
 def test_a_longer_prompt_finds_a_shorter_one(text_model: Path, tmp_path: Path) -> None:
     """Not with another salt; and no engine loads what another model, dtype or layout has saved."""
     prompt, params = prompt_of(40, VOCAB, seed=6), SamplingParams(temperature=0, max_tokens=2)

@@ -35,13 +35,6 @@ def compiler_of(name: str) -> GrammarCompiler:
     return GrammarCompiler(lambda: tokenizer, len(tokenizer) + PADDING, [tokenizer.eos_token_id])
 
 
-def added_texts(name: str) -> dict[str, Any]:
-    """The added tokens, of which numbered ones are as many as two."""
-    added = {token.content: token for token in tokenizer_of(name).added_tokens_decoder.values()}
-    numbered = [text for text in added if "reserved" in text or "holder" in text]
-    return {text: token for text, token in added.items() if text not in numbered[2:]}
-
-
 def compiled(name: str, **constraint: Any) -> Grammar:
     return compiler_of(name).compile(StructuredOutputsParams(**constraint))
 
@@ -73,22 +66,6 @@ KINDS = {
     "name": (lambda text: {"json": {"properties": {text: {"const": 1}}, "required": [text]}}, '{{"{}": 1'),
     "lark": (lambda text: {"grammar": f'start: "{text}" "x" | "y"'}, "{}x"),
 }
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_users_text_is_no_mark(name: str, kind: str) -> None:
-    """It is written in several tokens, and in one if that is text for the tokenizer."""
-    make, form = KINDS[kind]
-    special = {token for token, added in tokenizer_of(name).added_tokens_decoder.items() if added.special}
-    for text, added in added_texts(name).items():
-        grammar = compiled(name, **make(text))
-        whole = form.format(text) + "}" * (kind == "name")
-        for in_short in (True, False):
-            tokens = write(name, grammar, whole, in_short=in_short)
-            assert special.isdisjoint(tokens)
-            if not (in_short or added.special):
-                assert tokenizer_of(name).get_vocab()[text] in tokens
 
 
 def test_a_literal_that_is_forced_is_the_token_that_the_tokenizer_makes_of_it() -> None:
@@ -161,17 +138,6 @@ def test_a_structural_tag_begins_at_its_trigger(name: str, trigger: str, is_spel
         assert matcher.consume_tokens([*tokenizer.encode('{"f":1}', add_special_tokens=False), vocab[end]])
     assert matcher.consume_tokens(tokenizer.encode("<f", add_special_tokens=False))
     assert not matcher.consume_tokens(tokenizer.encode("x", add_special_tokens=False))
-
-
-@pytest.mark.parametrize("ends", [(-1,), (0, -1), (-1, 0)])
-def test_an_end_token_outside_the_tokenizers_vocabulary(ends: tuple[int, ...]) -> None:
-    tokenizer = tokenizer_of("qwen3")
-    ids = [tokenizer.eos_token_id if end == 0 else len(tokenizer) + 7 for end in ends]
-    compiler = GrammarCompiler(lambda: tokenizer, len(tokenizer) + PADDING, ids)
-    matcher = compiler.compile(StructuredOutputsParams(choice=["x"])).matcher.deep_copy()
-    assert allowed(matcher) == [tokenizer.get_vocab()["x"]]
-    assert matcher.consume_token(tokenizer.get_vocab()["x"])
-    assert allowed(matcher) == sorted(ids)
 
 
 def test_tokens_of_a_vocabulary_with_holes_and_with_what_a_normalizer_changes() -> None:

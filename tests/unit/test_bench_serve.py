@@ -15,7 +15,7 @@ import pytest
 
 from fleetfoot.cli.bench_client import Sample
 from fleetfoot.cli.bench_load import Lengths
-from fleetfoot.cli.bench_serve import Outcome, Shape, divided, make_conversations, read_trace, results, with_arrivals
+from fleetfoot.cli.bench_serve import Outcome, Shape, read_trace, results
 from fleetfoot.cli.command import UsageError
 from fleetfoot.cli.drawing import Chart, Curve, draw
 from fleetfoot.cli.main import main
@@ -280,25 +280,6 @@ def test_numbers_of_known_times() -> None:
     assert found["client"]["is_limit"] is False
     assert results(Outcome(samples, 4.0, (3.9,), 4.0, [0.0]), {})["client"]["is_limit"] is True
     assert results(Outcome(samples, 4.0, (1.0,), 4.0, [0.5]), {})["client"]["is_limit"] is True
-
-
-def test_prompts_follow_from_the_seed_and_share_prefixes() -> None:
-    first, second = make_conversations(SHAPE, {}, 6), make_conversations(SHAPE, {}, 6)
-    assert first == second
-    prompts = [json.loads(one.turns[0].body)["prompt"] for one in first]
-    assert len({tuple(prompt) for prompt in prompts}) == 6 and {len(prompt) for prompt in prompts} <= {6, 7, 8, 9}
-    assert len({tuple(prompt[:4]) for prompt in prompts}) == 2
-    assert all(prompt[:4] == prompts[number % 2][:4] for number, prompt in enumerate(prompts))
-    due = [one.due_s or 0.0 for one in with_arrivals(make_conversations(SHAPE, {}, 2000), 50.0, seed=1)]
-    assert due == sorted(due) and due[-1] == pytest.approx(40.0, rel=0.1)
-
-
-def test_processes_have_conversations_in_proportion_to_their_concurrency() -> None:
-    conversations = make_conversations(SHAPE, {}, 64)
-    parts = divided(conversations, 8, 3)
-    assert [(most, len(part)) for most, part in parts] == [(3, 24), (3, 24), (2, 16)]
-    assert sorted(one.number for _, part in parts for one in part) == [*range(64)]
-    assert [(most, len(part)) for most, part in divided(conversations, 0, 3)] == [(0, 22), (0, 21), (0, 21)]
 
 
 def test_a_trace_has_times_lengths_and_shared_blocks(tmp_path: Path) -> None:

@@ -53,47 +53,6 @@ def test_errors() -> None:
         pool.free(blocks)
 
 
-def test_a_lookup_ends_at_the_first_missing_block() -> None:
-    pool = BlockPool(4, 4)
-    blocks = published(pool, "a", "b")
-    assert lookup(pool, "a", "b", "c") == blocks
-    assert lookup(pool, "x", "a") == []
-
-
-def test_plain_blocks_go_first_then_the_least_recently_used() -> None:
-    pool = BlockPool(5, 4)
-    old, new = published(pool, "old1", "old2"), published(pool, "new1")
-    plain = pool.take(2)
-    pool.free(old)
-    pool.free(new)
-    pool.free(plain)
-    assert pool.take(2) == plain  # the last block of a list is freed first, so its first one is taken first
-    pool.share(lookup(pool, "old1"))  # a hit makes it the most recently used once it is free again
-    pool.free(old[:1])
-    assert pool.take(1) == [old[1]]  # of one prefix, the tail before the head
-    assert lookup(pool, "old1", "old2") == [old[0]]
-    assert pool.take(1) == new
-    assert lookup(pool, "new1") == []
-    assert pool.take(1) == [old[0]]
-    assert lookup(pool, "old1") == []
-
-
-@pytest.mark.parametrize(
-    ("owners", "message"),
-    [
-        ([], "has 1 references, 0 owners"),
-        ([[0, 1], [0]], "block 0 has 1 references, 2 owners"),
-        ([[0, 2]], "has 0 references, 1 owners"),
-    ],
-)
-def test_wrong_owners_are_found(owners: list[list[int]], message: str) -> None:
-    pool = BlockPool(3, 4)
-    assert pool.take(2) == [0, 1]
-    pool.check_integrity([[0], [1]])
-    with pytest.raises(RuntimeError, match=message):
-        pool.check_integrity(owners)
-
-
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [

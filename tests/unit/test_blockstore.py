@@ -15,7 +15,7 @@ from tests.helpers.kv_bench import BLOCKS, FINGERPRINT, PLACES, TOKENS, Bench, s
 
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.io_threads import IOThreads
-from fleetfoot.kv_transfer.blockstore import blocks, worker
+from fleetfoot.kv_transfer.blockstore import blocks
 from fleetfoot.kv_transfer.blockstore.blocks import FilesystemSettings
 from fleetfoot.kv_transfer.blockstore.connector import BlockStoreScheduler, HostIndex, SharedStorageConnector
 from fleetfoot.kv_transfer.blockstore.worker import FileStoreWorker
@@ -74,84 +74,6 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_saved_blocks_are_loaded(make: MakeBench, store: str, num_ranks: int, tmp_path: Path) -> None:
-    bench = make(store, num_ranks=num_ranks)
-    contents = saved(bench)
-    num_bytes = 4 * num_ranks * BLOCK_BYTES
-    assert bench.counters == {"blocks_saved": 4 * num_ranks, "bytes_saved": num_bytes}
-    if store == "files":
-        bench = make(store, num_ranks=num_ranks)
-        paths = [path.relative_to(tmp_path / "kv").parts for path in files(tmp_path)]
-        assert len(paths) == 4 * num_ranks
-        assert {parts[:2] for parts in paths} == {(FINGERPRINT, f"tp{num_ranks}-pp1-rank{r}") for r in range(num_ranks)}
-    times = {path: path.stat().st_mtime_ns for path in files(tmp_path)}
-    request = bench.request("again", TOKENS, PLACES)
-    untouched = bench.contents([4, 5, 6])
-    assert (bench.matched(request), bench.matched(request, 8)) == (16, 8)
-    output = bench.load(request)
-    assert (output.loaded, output.failed) == ({"again"}, {})
-    assert same(bench.contents(PLACES[:4]), contents)
-    assert same(bench.contents([4, 5, 6]), untouched)
-    bench.save(request, 0, 4)  # nothing is stored twice
-    bench.step()
-    assert (bench.counters["blocks_loaded"], bench.counters["bytes_loaded"]) == (4 * num_ranks, num_bytes)
-    assert bench.counters["blocks_saved"] == (4 * num_ranks if store == "host" else 0)
-    assert {path: path.stat().st_mtime_ns for path in files(tmp_path)} == times
-
-
-def test_cached_blocks_are_not_loaded_and_a_token_is_left_to_compute(make: MakeBench, store: str) -> None:
-    bench = make(store)
-    contents = saved(bench)
-    request = bench.request("again", TOKENS, PLACES)
-    cached = bench.contents(PLACES[:2])
-    assert bench.load(request, num_computed_tokens=8).loaded == {"again"}
-    assert same(bench.contents(PLACES[:2]), cached)
-    assert same(bench.contents(PLACES[2:4]), [[layer[2:] for layer in layers] for layers in contents])
-    assert bench.matched(bench.request("whole blocks", TOKENS[:16])) == 12
-    assert bench.matched(bench.request("a token more", TOKENS[:13])) == 12
-    assert bench.matched(bench.request("other tokens", [99, *TOKENS[1:]])) == 0
-    assert bench.matched(bench.request("another end", [*TOKENS[:8], *range(50, 59)])) == 8
-
-
-def test_roles(make: MakeBench, store: str, tmp_path: Path) -> None:
-    for role, num_saved in (("kv_consumer", 0), ("kv_producer", 4)):
-        bench = make(store, role=role)
-        saved(bench)
-        assert (len(index_of(bench).pools.first._by_hash) if store == "host" else len(files(tmp_path))) == num_saved
-        assert bench.matched(bench.request("again", TOKENS)) == 0
-    if store == "files":
-        consumer = make(store, role="kv_consumer")
-        assert consumer.load(consumer.request("again", TOKENS, PLACES)).loaded == {"again"}
-
-
-def test_freed_blocks_are_flushed_before_reuse(make: MakeBench, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "block_copies", kv_bench.LateCopies)
-    bench = make(store)
-    request = bench.request("r", TOKENS, BLOCKS)
-    contents = bench.contents(BLOCKS[:4])
-    assert not bench.scheduler.has_pending
-    bench.scheduler.blocks_filled(request, 0, 4, by_this_step=False)
-    assert bench.scheduler.has_pending
-    assert bench.scheduler.request_finished(request) == (False, None)
-    bench.step(["r"], during=lambda: bench.scramble(BLOCKS), new_blocks=BLOCKS)
-    assert not bench.scheduler.has_pending
-    assert bench.load(bench.request("again", TOKENS, PLACES)).loaded == {"again"}
-    assert same(bench.contents(PLACES[:4]), contents)
-
-
-def test_a_flush_comes_before_a_load_into_the_same_blocks(make: MakeBench, store: str) -> None:
-    bench = make(store)
-    first, second = bench.request("first", OTHERS, BLOCKS), bench.request("second", TOKENS, BLOCKS)
-    of_second = saved(bench)
-    of_first = bench.contents(BLOCKS[:4])
-    bench.scheduler.blocks_filled(first, 0, 4, by_this_step=False)  # preempted; its blocks go to the second
-    assert bench.load(second).loaded == {"second"}
-    assert same(bench.contents(BLOCKS[:4]), of_second)
-    assert bench.load(bench.request("again", OTHERS, PLACES)).loaded == {"again"}
-    assert same(bench.contents(PLACES[:4]), of_first)
-
-
 def test_reset_cache(make: MakeBench, store: str) -> None:
     bench = make(store)
     request = bench.request("r", TOKENS, BLOCKS)
@@ -182,19 +104,6 @@ def test_the_least_recently_used_are_evicted_the_end_of_a_prefix_first(make: Mak
     assert (bench.matched(one), bench.matched(two)) == (8, 8)
 
 
-def test_a_slot_that_is_read_is_not_evicted(make: MakeBench) -> None:
-    bench = make("host", num_cpu_blocks=4)
-    contents = saved(bench)
-    one, two = bench.request("one", TOKENS, BLOCKS), bench.request("two", OTHERS, PLACES)
-    bench.begin(one)
-    bench.scheduler.blocks_filled(two, 0, 4, by_this_step=True)  # every slot is pinned
-    assert bench.step().loaded == {"one"}
-    assert same(bench.contents(BLOCKS[:4]), contents)
-    assert bench.matched(two) == 0
-    bench.save(two, 0, 4)
-    assert bench.matched(two) == 16
-
-
 def test_a_save_that_was_lost_is_not_taken_for_kv(make: MakeBench) -> None:
     bench = make("host")
     request = bench.request("r", TOKENS, BLOCKS)
@@ -212,17 +121,6 @@ def test_a_save_that_was_lost_is_not_taken_for_kv(make: MakeBench) -> None:
     assert "does not hold KV block" in failure.reason
     assert bench.counters == {"loads_failed": 1}
     assert bench.matched(request) == 0  # the lost blocks are not matched again
-
-
-def test_files_are_looked_up_once(make: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(make())
-    other = make()
-    request = other.request("waits", TOKENS)
-    assert [other.matched(request) for _ in range(2)] == [16, 16]
-    monkeypatch.setattr(os.path, "exists", lambda path: pytest.fail("files are looked up once"))
-    assert [other.matched(request, 4) for _ in range(2)] == [12, 12]
-    other.step(["waits"])
-    assert other.scheduler.index._found == {}
 
 
 def test_blocks_in_the_prefix_cache_are_not_taken_for_files(make: MakeBench) -> None:
@@ -380,19 +278,6 @@ def test_a_disk_that_cannot_be_written(
     bench.save(request, 0, 4)
     bench.step()
     assert bench.counters["blocks_saved"] == 4
-
-
-def test_loads_wait_for_memory(make: MakeBench) -> None:
-    contents = saved(make())
-    readers = kv_bench.ManualJobs()
-    other = make(jobs=(readers, kv_bench.InlineJobs()), max_bytes_in_flight=4 * BLOCK_BYTES)  # one to read
-    other.begin(other.request("again", TOKENS, PLACES))
-    for _ in range(4):
-        assert not other.step().loaded
-        assert len(readers.waiting) == 1
-        readers.run()
-    assert other.step().loaded == {"again"}
-    assert same(other.contents(PLACES[:4]), contents)
 
 
 @pytest.mark.parametrize("case", ["timeout", "finished"])

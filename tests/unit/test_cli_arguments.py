@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import logging
 import subprocess
 import sys
 from typing import Any
@@ -14,7 +13,6 @@ from tests.helpers.commands import CommandRunner
 from fleetfoot import __version__
 from fleetfoot.cli import arguments, generate
 from fleetfoot.cli.command import UsageError
-from fleetfoot.cli.main import logs_on_stderr
 from fleetfoot.config.engine import UNSUPPORTED, EngineConfig
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
@@ -64,21 +62,6 @@ def test_every_engine_setting_has_a_flag(field: dataclasses.Field[Any]) -> None:
     }
     beside = others.get(field.name, {})
     assert arguments.engine_config(parse(argv), **beside) == EngineConfig(**{field.name: value}, **beside)
-
-
-def test_what_is_not_given_is_left_to_the_config_and_the_command() -> None:
-    assert arguments.engine_config(parse([])) == EngineConfig()
-    assert arguments.engine_config(parse([]), skip_tokenizer_init=True).skip_tokenizer_init
-    assert not arguments.engine_config(
-        parse(["--no-skip-tokenizer-init"]), skip_tokenizer_init=True
-    ).skip_tokenizer_init
-
-
-def test_flags_of_vllm_are_taken() -> None:
-    words = "--tokenizer-mode auto --kv-cache-dtype auto -dp 1 --disable-log-stats --no-enable-expert-parallel"
-    words += " --swap-space 4 --hf-overrides {} --dtype half --task auto --max-seq-len-to-capture 8192"
-    words += " -tp 2 --node_rank 0"
-    assert arguments.engine_config(parse(words.split())) == EngineConfig(dtype="float16", tensor_parallel_size=2)
 
 
 def test_help_has_every_setting_with_its_default(run: CommandRunner) -> None:
@@ -142,24 +125,6 @@ def test_the_model_stands_between_the_user_and_the_command(
     assert arguments.sampling_params(parse(argv, **command), DELTA, model) == SamplingParams(
         **expected, output_kind=DELTA
     )
-
-
-def test_the_check_before_the_model_is_known_refuses_nothing_that_its_defaults_may_allow() -> None:
-    parsed = parse(["--min-tokens", "50"], max_tokens=20)
-    arguments.check_sampling_arguments(parsed)
-    assert arguments.sampling_params(parsed, DELTA, {"max_tokens": 60}).min_tokens == 50
-    with pytest.raises(ValueError, match="min_tokens must be at most max_tokens=20, got 50"):
-        arguments.sampling_params(parsed, DELTA)
-    for argv in (["--min-tokens", "5", "--max-tokens", "4"], ["--n", "2", "--temperature", "0"], ["--top-p", "0"]):
-        with pytest.raises(ValueError, match="must be"):
-            arguments.check_sampling_arguments(parse(argv))
-
-
-def test_help_has_the_source_of_sampling_defaults(run: CommandRunner) -> None:
-    for command in ("generate", "chat"):
-        text = " ".join(run(command, "--help").split())
-        assert "Defaults are those of the model's generation_config.json, and else as shown" in text
-        assert "--generation-config NAME" in text and "--override-generation-config JSON" in text
 
 
 OVERRIDE = ["--override-generation-config"]
@@ -289,32 +254,9 @@ def test_unwritable_standard_error_ends_no_command(run: CommandRunner, monkeypat
         assert run("plan", "--gpu-name", "x", "--json").startswith("{")
 
 
-def test_an_interrupted_exec_does_not_change_the_exit_code() -> None:
-    script = """
-import sys
-from fleetfoot.cli import main
-main.main = lambda: exec("raise KeyboardInterrupt")
-from fleetfoot.__main__ import run
-sys.exit(run())
-"""
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 130
-
-
 def test_python_m_runs_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "fleetfoot", "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()[0]) == (0, "fleetfoot")
-
-
-def test_logs_go_to_stderr_while_a_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("fleetfoot.some.module")
-    before = (logging.getLogger("fleetfoot").level, list(logging.getLogger("fleetfoot").handlers))
-    with logs_on_stderr(verbose=False):
-        logger.info("quiet")
-        logger.warning("careful")
-    with logs_on_stderr(verbose=True):
-        logger.info("loud")
-    assert capsys.readouterr() == ("", "WARNING fleetfoot.some.module: careful\nINFO fleetfoot.some.module: loud\n")
-    assert before == (logging.getLogger("fleetfoot").level, logging.getLogger("fleetfoot").handlers)
 
 
 @pytest.mark.parametrize("words", [["worker"], ["serve", "--headless", "--uvicorn-log-level", "info"]])

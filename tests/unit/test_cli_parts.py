@@ -4,21 +4,17 @@ import io
 import json
 import math
 import sys
-from collections import deque
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fleetfoot.assets import embedded_model_path
-from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Work, Workload, distribution, results, run_load
-from fleetfoot.cli.bench_roofline import AttentionCosts, Costs, Roofline, batch_floors, floor_report, measure_peak_rates
+from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Work, Workload, results, run_load
+from fleetfoot.cli.bench_roofline import AttentionCosts, Costs, Roofline, batch_floors, floor_report
 from fleetfoot.cli.chat import Conversation
-from fleetfoot.cli.command import STORY_OPENING, UsageError, numbers_line, read_prompts
+from fleetfoot.cli.command import STORY_OPENING, UsageError, read_prompts
 from fleetfoot.cli.generate import TextPrinter, dump_array, request_json
-from fleetfoot.config.parsing import load_model_config
 from fleetfoot.engine.stats import StatsCollector, StepStats
 from fleetfoot.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
@@ -88,19 +84,6 @@ def printed(file: io.StringIO, request_ids: list[str], num_copies: int, *outputs
     return texts
 
 
-def test_prompts_are_streamed_in_order() -> None:
-    outputs = delta("2", "x"), delta("1", "a"), delta("2", "y", finished=True), delta("1", "b", finished=True)
-    first = "--- prompt 1 of 2 ---\n<1>a"
-    both = f"{first}b\n\n--- prompt 2 of 2 ---\n<2>xy\n"
-    assert printed(io.StringIO(), ["1", "2"], 1, *outputs) == ["", first, first, both]
-
-
-def test_copies_are_streamed_in_order() -> None:
-    outputs = delta("1", "a", "x"), delta("1", None, "y"), delta("1", None, "z", finished=True)
-    *_, last = printed(io.StringIO(), ["1"], 2, *outputs)
-    assert last == "--- output 1 of 2 ---\n<1>a\n\n--- output 2 of 2 ---\n<1>xyz\n"
-
-
 @pytest.mark.parametrize(("no_color", "text"), [("", "\x1b[1m<1>\x1b[0ma\n"), ("1", "<1>a\n")])
 def test_a_prompt_is_bold_on_a_terminal(monkeypatch: pytest.MonkeyPatch, no_color: str, text: str) -> None:
     monkeypatch.setenv("NO_COLOR", no_color)
@@ -124,14 +107,6 @@ def test_json_has_no_number_that_json_lacks() -> None:
     ]
     assert content["prompt_logprobs"] == [None, {"4": {"logprob": None, "rank": 7, "decoded_token": "d"}}]
     assert content["metrics"]["ttft_ms"] is None
-
-
-def test_the_numbers_are_means_over_requests() -> None:
-    first = RequestMetrics(queued_ts=1.0, first_token_ts=1.010, last_token_ts=1.030, num_generation_tokens=3)
-    second = RequestMetrics(queued_ts=1.0, first_token_ts=1.030, last_token_ts=1.030, num_generation_tokens=1)
-    assert numbers_line([first], 0.1) == "TTFT 10.0 ms, TPOT 10.0 ms, 30.0 tokens/s"
-    assert numbers_line([first, second], 0.1) == "TTFT (mean) 20.0 ms, TPOT 10.0 ms, 40.0 tokens/s"
-    assert numbers_line([RequestMetrics()], 0.1) == "0.0 tokens/s"
 
 
 def render(messages: list[dict[str, Any]]) -> str:
@@ -183,19 +158,6 @@ def token_ids(requests: list[BenchRequest]) -> list[list[int]]:
     return [request.prompt["prompt_token_ids"] for request in requests]  # type: ignore[index,call-overload]
 
 
-def test_random_requests_follow_from_seed_and_stream() -> None:
-    requests = workload(prefix_len=6).random_requests(200, stream=(1,))
-    assert requests == workload(prefix_len=6).random_requests(200, stream=(1,))
-    assert requests != workload(prefix_len=6, seed=1).random_requests(200, stream=(1,))
-    prompts = token_ids(requests)
-    other = token_ids(workload(prefix_len=6).random_requests(200, stream=(2,)))
-    assert {len(prompt) for prompt in prompts} == set(range(8, 21))
-    assert {request.output_len for request in requests} == set(range(1, 6))
-    assert {token for prompt in prompts for token in prompt} == set(range(100))
-    assert len({tuple(prompt[:6]) for prompt in prompts + other}) == 1
-    assert not {tuple(prompt) for prompt in prompts} & {tuple(prompt) for prompt in other}
-
-
 def test_requests_arrive_at_the_rate_that_is_asked_for() -> None:
     requests = workload().random_requests(1000, stream=(1,))
     assert all(request.due_s is None for request in workload().with_arrivals(requests, math.inf))
@@ -203,17 +165,6 @@ def test_requests_arrive_at_the_rate_that_is_asked_for() -> None:
     assert times[0] == 0.0
     assert times == sorted(times)
     assert 18.0 < times[-1] < 22.0
-
-
-def test_lengths_are_numbers_or_ranges_and_percentiles_are_interpolated() -> None:
-    assert (Lengths.parse("7"), Lengths.parse("7:9")) == (Lengths(7, 7), Lengths(7, 9))
-    assert (str(Lengths(7, 7)), str(Lengths(7, 9))) == ("7", "7:9")
-    values = [value / 1000 for value in range(101)]
-    assert distribution(reversed(values), 1e3) == pytest.approx(
-        {"mean": 50, "p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100, "count": 101}
-    )
-    assert distribution([1.0, 2.0], 1.0)["p50"] == 1.5
-    assert distribution([], 1.0) == dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max")) | {"count": 0}
 
 
 class FakeEngine:
@@ -278,25 +229,6 @@ def test_latencies_count_from_arrival_even_when_the_engine_was_busy() -> None:
     assert measured["batch_latency_ms"]["max"] == 6000.0
 
 
-def test_counters_are_differences_over_all_loads() -> None:
-    engine = FakeEngine()
-    load(engine, [BenchRequest([1, 2], 4)] * 2)
-    samples = Samples()
-    for _ in range(2):
-        load(engine, [BenchRequest([1, 2], 4)] * 3, samples)
-    measured = results(samples, with_loads=False)
-    assert (measured["num_requests"], measured["num_preemptions"], "batch_latency_ms" in measured) == (6, 6, False)
-    assert measured["prefix_cache"] == {"queried_tokens": 18, "hit_tokens": 6, "hit_rate": 6 / 18}
-
-
-def test_without_times_all_requests_arrive_at_once() -> None:
-    engine = FakeEngine()
-    engine.stats_collector.steps = deque(maxlen=1)  # samples are taken before the engine forgets them
-    samples = load(engine, [BenchRequest([1, 2], 4)] * 3)
-    assert (samples.ttft, engine.slept) == ([0.5, 1.5, 2.5], [])
-    assert len(samples.steps) == 3 and not engine.stats_collector.steps
-
-
 def test_the_documentation_describes_every_field() -> None:
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     content = results(Samples(), with_loads=True)
@@ -304,48 +236,9 @@ def test_the_documentation_describes_every_field() -> None:
         assert f"`{name}`" in page
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
-@pytest.mark.parametrize(("first", "count"), [(0, 0), (0, 1), (0, 7), (3, 5), (8, 1), (8, 20), (30, 2)])
-def test_positions_are_counted(window: int | None, first: int, count: int) -> None:
-    windows = window, None, window
-    kinds = tuple(AttentionCosts(2, 3, limit) for limit in windows)
-    costs = Costs(1, 1, 1, kinds)
-    seen = [
-        [min(position + 1, limit or 1000) for position in range(first, first + count)]
-        for limit in (window, None, window)
-    ]
-    pairs = sum(map(sum, seen))
-    assert (costs.attention_bytes(first, count), costs.attention_flops(first, count)) == (2 * pairs, 3 * pairs)
-
-
-def test_costs_follow_from_the_weights() -> None:
-    model = load_model_config(embedded_model_path())
-    costs, mixer = Costs.of(model, "bfloat16"), model.layers[0].mixer
-    embedding = model.vocab_size * model.hidden_size
-    others = model.num_parameters - embedding * (1 if model.tie_word_embeddings else 2) - model.hidden_size
-    assert costs.weight_bytes == 2 * (others + embedding)
-    assert costs.flops_per_token + costs.flops_per_logits == 2 * (others + embedding)
-    # A token that is not sampled needs all layers but the last, and of that keys and values.
-    of_layer, keys_and_values = others // model.num_layers, 2 * mixer.num_kv_heads * mixer.head_dim * model.hidden_size
-    assert costs.flops_per_token == 2 * (others - of_layer + keys_and_values)
-    assert costs.attention[0].kv_bytes == 2 * 2 * mixer.num_kv_heads * mixer.head_dim  # keys and values in bfloat16
-    assert costs.attention[0].flops == 4 * mixer.num_heads * mixer.head_dim
-
-
 @pytest.fixture
 def floor() -> Roofline:
     return Roofline(Costs(1000, 10, 40, (AttentionCosts(2, 3),)), bytes_per_s=100, flops_per_s=50)
-
-
-def test_a_step_is_bound_by_memory_or_by_arithmetic(floor: Roofline) -> None:
-    assert floor.linear_s(1, 1) == 10.0  # 1000 bytes
-    assert floor.linear_s(100, 1) == (100 * 10 + 40) / 50
-    assert floor.prefill_attention_s(4, 1) == 4 * 3 / 50  # all that the last layer needs
-    assert floor.prefill_attention_s(4, 4) == floor.prefill_attention_s(0) == 0
-    two = replace(floor, costs=replace(floor.costs, attention=(AttentionCosts(2, 3), AttentionCosts(2, 3, 2))))
-    assert two.prefill_attention_s(4, 1) == (2 + 3 + 4 + 2) * 3 / 50
-    assert floor.decode_attention_s(4, 3) == (5 + 6) * 2 / 100  # the third token is never an input
-    assert floor.decode_attention_s(4, 1) == floor.decode_attention_s(4, 0) == 0
 
 
 def test_the_floor_of_a_load_is_that_of_its_steps(floor: Roofline) -> None:
@@ -362,34 +255,3 @@ def test_the_floor_of_a_load_is_that_of_its_steps(floor: Roofline) -> None:
     assert report["ttft_ms"] == pytest.approx(1e3 * (10.0 + 2 * 4 * 3 / 50))
     assert report["tpot_ms"] == pytest.approx(1e3 * (10.0 + 2 * 5 * 2 / 100))
     assert batch_floors(floor, 2, 4, 1).keys() == {"ttft_ms"}
-
-
-def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock by which everything takes two seconds."""
-    ticks = iter(range(0, 1000, 2))
-    monkeypatch.setattr("fleetfoot.cli.bench_roofline.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-    monkeypatch.setattr("fleetfoot.cli.bench_roofline._MATRIX_SIZE", {"cpu": 64})
-    monkeypatch.setattr("fleetfoot.cli.bench_roofline._COPY_BYTES", 1 << 16)
-    assert measure_peak_rates("cpu", "float32") == ((1 << 16), 64**3)
-
-
-def test_a_cpu_without_fast_bfloat16_is_measured_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    seconds = {torch.bfloat16: 8.0, torch.float32: 1.0, torch.float64: 0.5}
-    clock, products, multiply = [0.0], [], torch.mm
-
-    def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        products.append((len(a), a.dtype))
-        clock[0] += seconds[a.dtype]
-        return multiply(a, b, out=out)
-
-    monkeypatch.setattr("torch.mm", mm)
-    monkeypatch.setattr("fleetfoot.cli.bench_roofline.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr("fleetfoot.cli.bench_roofline._MATRIX_SIZE", {"cpu": 64})
-    monkeypatch.setattr("fleetfoot.cli.bench_roofline._seconds_of_copy", lambda device: 1.0)
-    for dtype, measured in (("bfloat16", torch.float32), ("float64", torch.float64)):
-        _, flops_per_s = measure_peak_rates("cpu", dtype)
-        assert flops_per_s == 2 * 64**3 / seconds[measured]
-        assert {product for product in products if product[0] == 64} == {(64, measured)}
-        products.clear()

@@ -3,10 +3,7 @@
 import dataclasses
 import os
 import pickle
-import shutil
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +18,22 @@ from fleetfoot.config.model import RopeConfig
 from fleetfoot.engine.building import make_connectors
 from fleetfoot.executor.worker import make_connector as worker_connector
 from fleetfoot.kv_transfer.base import registry
-from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.registry import connector_layouts, find_connector, part_configs
 from fleetfoot.kv_transfer.blockstore import connector
-from fleetfoot.kv_transfer.blockstore.connector import OffloadingConnector, SharedStorageConnector
+from fleetfoot.kv_transfer.blockstore.connector import SharedStorageConnector
 from fleetfoot.kv_transfer.example import ExampleConnector
-from fleetfoot.kv_transfer.multi import MultiScheduler
 from fleetfoot.kv_transfer.vllm.adapter import VllmScheduler
 from fleetfoot.kv_transfer.vllm.base import KVConnectorBase_V1
 from fleetfoot.plan.connector import resolve_connector
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan, engine_fingerprint, transfer_context
 from fleetfoot.plan.resolve import resolve_plan
-from fleetfoot.records.kv_connector import NoSchedulerConnector
-from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, KVLayout
+from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.weights import WeightError
 from fleetfoot.runner.capabilities import KV_LAYOUTS
-from fleetfoot.runner.step_connector import NoConnector, StepConnector
+from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.weights.identity import FileState, WeightsIdentity, hash_file
 
 GIB = 1 << 30
@@ -191,14 +185,6 @@ def test_invalid_transfer_settings(settings: dict[str, Any], message: str) -> No
         KVTransferConfig.parse({**SHARED, **settings})
 
 
-def test_no_connector() -> None:
-    for config in (None, {}, {"kv_connector": "NixlConnector"}, {**SHARED, "kv_role": None}):
-        plan = plan_of(kv_transfer_config=config)
-        assert isinstance(make_connectors(plan)[0], NoSchedulerConnector)
-        assert type(worker_connector(plan, 0)) is NoConnector
-        assert plan.connector is None
-
-
 def test_offloading_implies_its_connector() -> None:
     plan = plan_of(kv_offloading_size=0.25)
     assert plan.connector is not None
@@ -232,54 +218,9 @@ def test_one_offloading_connector_only(depth: int) -> None:
     assert active_config(kv_transfer_config=transfer).kv_connector == "MultiConnector"
 
 
-def test_offloading_beside_another_connector(tmp_path: Path) -> None:
-    extra = {"shared_storage_path": str(tmp_path)}
-    fields = {"engine_id": "me", "kv_transfer_timeout": 7, "kv_load_failure_policy": "fail"}
-    transfer = {**SHARED, **fields, "kv_role": "kv_consumer", "kv_connector_extra_config": extra}
-    plan = plan_of(kv_offloading_size=0.01, kv_transfer_config=transfer)
-    assert plan.connector is not None
-    config = plan.connector.config
-    assert config.kv_connector == "MultiConnector"
-    offload, shared = part_configs(config)
-    assert (offload.kv_connector, offload.kv_role) == ("OffloadingConnector", "kv_both")
-    assert shared == plan.config.kv_transfer_config
-    for part in (config, offload, shared):
-        assert (part.engine_id, part.kv_transfer_timeout, part.kv_load_failure_policy) == ("me", 7, "fail")
-    assert isinstance(make_connectors(plan)[0], MultiScheduler)
-    worker_connector(plan, 0).shutdown()
-
-
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 3), (4, 1)])
-def test_the_context_of_both_sides(monkeypatch: pytest.MonkeyPatch, tensor: int, pipeline: int) -> None:
-    contexts: list[TransferContext] = []
-    monkeypatch.setattr(OffloadingConnector, "scheduler_side", staticmethod(contexts.append))
-    monkeypatch.setattr(OffloadingConnector, "worker_side", staticmethod(contexts.append))
-    plan = plan_of()
-    parallel = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-    config = dataclasses.replace(plan.config, kv_offloading_size=1, **parallel)
-    plan = dataclasses.replace(plan, config=config, connector=resolve_connector(config))
-    make_connectors(plan)[0]
-    for rank in range(tensor * pipeline):
-        worker_connector(plan, rank)
-    assert [context.rank for context in contexts] == [0, *range(tensor * pipeline)]
-    assert len({dataclasses.replace(context, rank=0) for context in contexts}) == 1
-    context = contexts[0]
-    assert context.engine_id == plan.engine_id and len(context.engine_id) == 32
-    assert context.num_ranks == tensor * pipeline
-    assert context.bytes_per_block == plan.memory.bytes_per_block * tensor * pipeline  # a plan without stages
-
-
 def multi(*parts: Any, role: str | None = "kv_both", **settings: Any) -> KVTransferConfig:
     extra = {"connectors": list(parts)}
     return KVTransferConfig(kv_connector="MultiConnector", kv_role=role, kv_connector_extra_config=extra, **settings)
-
-
-def test_parts_inherit_settings() -> None:
-    whole = multi(SHARED, OFFLOAD, {**OFFLOAD, "kv_role": "kv_producer", "engine_id": "b"}, engine_id="a")
-    parts = part_configs(whole)
-    assert [part.kv_role for part in parts] == ["kv_both", "kv_both", "kv_producer"]
-    assert [part.engine_id for part in parts] == ["a", "a", "b"]
-    assert [part.kv_role for part in part_configs(multi(OFFLOAD, role="kv_consumer"))] == ["kv_consumer"]
 
 
 @pytest.mark.parametrize(
@@ -302,23 +243,6 @@ def test_parts_inherit_settings() -> None:
 def test_invalid_parts(config: KVTransferConfig, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         part_configs(config)
-
-
-def test_layout_refused_by_one_part() -> None:
-    assert BLOCK_CONTIGUOUS_HND in connector_layouts(multi(SHARED, OFFLOAD), EngineConfig()).accepted
-    stranger = {"kv_connector": "NotAConnector", "kv_connector_module_path": __name__}
-    layouts = connector_layouts(multi(SHARED, stranger), EngineConfig())
-    assert (layouts.name, layouts.accepted) == ("NotAConnector", frozenset())
-    assert "does not say which KV layouts it accepts" in layouts.remark
-
-
-def test_layouts_must_be_a_set_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    stranger = KVTransferConfig("NotAConnector", "kv_both", __name__)
-    for declared in (BLOCK_CONTIGUOUS_HND, 5):
-        monkeypatch.setattr(NotAConnector, "accepted_kv_layouts", declared, raising=False)
-        layouts = connector_layouts(stranger, EngineConfig())
-        assert layouts.accepted == frozenset()
-        assert f"accepted_kv_layouts is {declared!r}; it must be a set" in layouts.remark
 
 
 def test_joined_connectors_keep_unused_fields_once() -> None:
@@ -355,11 +279,6 @@ def test_model_fields_in_the_fingerprint() -> None:
     assert len({engine_fingerprint(plan) for plan in plans}) == len(plans)
 
 
-def flip_tensors(path: Path) -> None:
-    """Other weights of the same shapes."""
-    flip(path, 8 + int.from_bytes(path.read_bytes()[:8], "little"))
-
-
 def flip(path: Path, begin: int = -1) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:begin] + bytes(byte ^ 1 for byte in content[begin:]))
@@ -367,18 +286,6 @@ def flip(path: Path, begin: int = -1) -> None:
 
 def truncate(path: Path) -> None:
     os.truncate(path, 4)
-
-
-@pytest.mark.parametrize("change", [flip, flip_tensors, truncate, partial(flip, begin=-4000)])
-def test_weights_in_the_fingerprint(tmp_path: Path, change: Callable[[Path], None]) -> None:
-    file = tmp_path / "model.safetensors"
-    shutil.copy2(embedded_model_path() / file.name, file)
-    before = WeightsIdentity([tmp_path]).value()
-    assert before == WeightsIdentity([embedded_model_path()]).value() and len(before) == 32
-    times = file.stat()
-    change(file)
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert WeightsIdentity([tmp_path]).value() != before
 
 
 @pytest.fixture

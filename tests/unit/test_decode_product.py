@@ -18,7 +18,6 @@ from fleetfoot.kernels_hopper.linear.product_tilings import (
     GatedTiling,
     ProductTiling,
     attention_bytes,
-    gated_tiling,
     product_tiling,
 )
 
@@ -90,25 +89,6 @@ def test_attention_has_room_beside_a_product(head_dim: int, stages: int) -> None
         assert other is not None and not other.beside_attention
 
 
-@pytest.mark.parametrize("outputs", [7168, 8192, 9728, 14336, 18944])
-@pytest.mark.parametrize("num_rows", [128, 160, 192, 256, 384, 512, 576, 704, 8192])
-def test_tilings_of_gate_and_up_of_many_rows(num_rows: int, outputs: int) -> None:
-    tiling = gated_tiling(num_rows, 2 * outputs, 4096, NUM_SMS)
-    assert num_rows > 128 or tiling is None
-    assert tiling is not None or num_rows not in (256, 512, 8192)
-    if tiling is not None:
-        kernel = gated_product.kernel_of(tiling, 4096)
-        assert kernel.shared_bytes <= 232448 and dict(kernel.defines)["STAGES"] >= 3
-        assert tiling.speed(num_rows, outputs, NUM_SMS) >= 0.8
-
-
-def test_one_round_of_wide_tiles() -> None:
-    """14336 outputs are 128 tiles of 112, and 112 of 128 in two halves would be a round and a half."""
-    tiling = gated_tiling(256, 28672, 4096, NUM_SMS)
-    assert tiling is not None and tiling == GatedTiling(256, 224) and tiling.efficiency(256, 14336, NUM_SMS) > 0.96
-    assert GatedTiling(256, 128).efficiency(256, 14336, NUM_SMS) < 0.86
-
-
 def test_row_padding() -> None:
     like = torch.empty(0, dtype=torch.bfloat16)
     for num_rows, room in (
@@ -166,28 +146,3 @@ def test_arguments_of_the_source(module, kernel: CudaKernel, tmp_path: Path) -> 
     command.append(source)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(("num_rows", "is_product"), [(32, False), (33, True)])
-def test_large_layers_of_few_rows_need_most_multiprocessors(num_rows: int, is_product: bool) -> None:
-    """o of Qwen3-4B has 80 thread blocks."""
-    assert (product_tiling(num_rows, "residual", 2560, 4096, NUM_SMS) is not None) == is_product
-
-
-@pytest.mark.parametrize(
-    ("hidden", "intermediate", "num_rows", "tiling"),
-    [
-        (4096, 14336, 17, GatedTiling(64, 224)),
-        (4096, 14336, 64, GatedTiling(64, 224)),
-        (4096, 14336, 65, GatedTiling(128, 224)),
-        (2560, 9728, 128, GatedTiling(128, 160)),
-        (3584, 18944, 96, GatedTiling(128, 144)),  # two rounds
-        (5120, 17408, 64, GatedTiling(64, 96)),
-        (3072, 8192, 128, ProductTiling(128, 128)),  # 128 tiles either way
-        (1024, 3072, 128, ProductTiling(64, 128, peers=2)),  # 48 tiles of the whole rows at most
-    ],
-)
-def test_gate_and_up_of_few_rows(
-    hidden: int, intermediate: int, num_rows: int, tiling: GatedTiling | ProductTiling
-) -> None:
-    assert product_tiling(num_rows, "gated", 2 * intermediate, hidden, NUM_SMS) == tiling

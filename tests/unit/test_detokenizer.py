@@ -10,15 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_builders import BACKENDS as TOKENIZERS
-from tokenizer_builders import CORPUS, byte_fallback_backend, byte_level_backend
+from tokenizer_builders import byte_fallback_backend, byte_level_backend
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from fleetfoot.tokenizer.detokenizer import (
-    ByteFallbackDecoder,
-    ByteFallbackStream,
-    ByteLevelDecoder,
-    ByteLevelStream,
     IncrementalDetokenizer,
     TokenPieces,
     WindowStream,
@@ -114,21 +110,6 @@ def test_any_ids(kind: str, data: st.DataObject) -> None:
         assert decode([*prompt, *ids]) in (before + text, before.removesuffix("\ufffd") + text)
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
-@settings(max_examples=30)
-@given(before=st.sampled_from([*CORPUS, "", " "]), text=st.sampled_from(CORPUS) | st.text(max_size=12), data=st.data())
-def test_valid_text_round_trips_behind_a_prompt(kind: str, before: str, text: str, data: st.DataObject) -> None:
-    backend = tokenizer(kind)
-    prompt, ids = backend.encode(before), backend.encode(text, add_special_tokens=False)
-    skip, cuts = data.draw(st.booleans()), data.draw(st.lists(st.integers(0, 40), max_size=6))
-    pieces = stream_text(detokenizer_of(kind, prompt, skip_special_tokens=skip), ids, cuts)
-    whole = backend.decode([*prompt, *ids], skip_special_tokens=skip)
-    assert "".join(pieces) == whole[len(backend.decode(prompt, skip_special_tokens=skip)) :]
-    if "\ufffd" not in whole:
-        assert "\ufffd" not in "".join(pieces)
-        assert pieces[-1] == ""
-
-
 @pytest.mark.parametrize("kind", BYTES)
 def test_characters_come_whole(kind: str) -> None:
     backend, face, letter = tokenizer(kind), encode(kind, "x😀"), encode(kind, "x")[-1:]
@@ -206,26 +187,3 @@ def test_a_run_of_undecodable_tokens_keeps_the_window_short(kind: str) -> None:
     assert 490 <= len(released) <= 500
     assert released + stream.finish() == "\ufffd" * 500
     assert longest < 60
-
-
-def test_a_character_behind_a_run_of_undecodable_tokens_is_not_split() -> None:
-    kind = "byte_level_in_window"
-    face = encode(kind, "😀")
-    for length in range(1, 30):
-        text = detokenizer_of(kind).update([id_of_byte(kind, 0xFF)] * length + face)
-        assert text == "\ufffd" * length + "😀"
-
-
-@pytest.mark.parametrize(
-    ("kind", "decoder", "stream"),
-    [
-        ("byte_level", ByteLevelDecoder, ByteLevelStream),
-        ("byte_fallback", ByteFallbackDecoder, ByteFallbackStream),
-        ("byte_fallback_without_strip", ByteFallbackDecoder, ByteFallbackStream),
-        ("metaspace", type(None), WindowStream),
-        ("word_level", type(None), WindowStream),
-    ],
-)
-def test_which_stream_reads_which_decoder(kind: str, decoder: type, stream: type) -> None:
-    assert isinstance(tokenizer(kind).pieces.decoder, decoder)
-    assert isinstance(detokenizer_of(kind), stream)

@@ -258,15 +258,6 @@ async def test_what_prefill_engines_cannot_do() -> None:
 
 
 @async_test
-async def test_a_prefill_engine_that_does_not_answer() -> None:
-    async with played(1, 1, prefill_timeout=0.0) as (client, (prefill, decode)):
-        await client.submit([5, 6, 7], PARAMS, "r", 0)
-        assert (await decode.next()).kv_transfer_params is None
-        request, released = await prefill.next(), await prefill.next()
-        assert (released.method, released.arguments) == ("abort_requests", [[request.request_id]])
-
-
-@async_test
 async def test_a_sequence_that_ends_before_the_request_has_an_engine() -> None:
     """The other one, of number 0, continues."""
     async with played(0, 1) as (client, (decode,)):
@@ -526,13 +517,6 @@ async def test_prefill_that_never_happens_is_refused_at_the_start(message: str) 
     assert re.search(message, await refusal(*NEVER[message]))
 
 
-@async_test
-async def test_engines_without_prefill_need_no_connector() -> None:
-    async with played(0, 2, facts=other_facts(kv_connector=None, kv_role=None)) as (client, (first, _)):
-        await client.submit([5, 6, 7], PARAMS, "r", 0)
-        assert (await first.next()).request_id == "r"
-
-
 async def used_by(client: EngineClient, *engines: PlayedEngine) -> set[PlayedEngine]:
     """The engines that get requests, of which there are more than engines."""
     waiting = {asyncio.ensure_future(engine.next()): engine for engine in engines}
@@ -678,18 +662,6 @@ async def test_weights_that_the_proxy_cannot_give(caplog: pytest.LogCaptureFixtu
                 pass
         assert "has weights of version 0" in client.interruption  # which /health reports
         again.close()
-
-
-@async_test
-async def test_weights_of_one_version_that_differ() -> None:
-    """They came to each engine by itself, and without a version that both were given."""
-    async with played(0, 2) as (client, (first, second)):
-        first.send(other_facts(weights="w-1", weight_version=1))
-        await until(client, lambda: refusals(client) == [False, True])
-        second.send(other_facts(weights="w-2", weight_version=1))
-        await until(client, lambda: client._link._engines[1].facts.weights == "w-2")
-        assert (await metrics(client, first, second))["gauges"]["proxy_engines_refused"] == 1
-        assert await used_by(client, first) == {first}
 
 
 @async_test

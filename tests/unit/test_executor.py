@@ -23,11 +23,9 @@ import pytest
 import torch
 from tests.helpers.processes import HANG
 
-from fleetfoot import LLM
-from fleetfoot.cli.main import main
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.executor import messages, nodes
-from fleetfoot.executor.messages import Failure, Ready, RpcResult, StepOutput, WorkerAddresses
+from fleetfoot.executor.messages import Failure, RpcResult, StepOutput, WorkerAddresses
 from fleetfoot.executor.multiprocess import MultiprocessExecutor, StepOutputs
 from fleetfoot.executor.nodes import EngineNodes, Invitation, Link, check_devices, join_engine, run_node
 from fleetfoot.executor.processes import RendezvousDir
@@ -61,14 +59,6 @@ FULL = dataclasses.replace(
     kv_connector_metadata=BlockStoreMetadata("epoch", loads=[("näme", [BlockTransfer(7, b"\0digest")])]),
 )
 LOST = records.TransferFailure("lost", timed_out=True)
-OUTPUT = records.ModelRunnerOutput(
-    sampled_token_ids=[[5, 6], []],
-    logprobs={0: [records.RowLogprobs([5, 9], [-0.5, float("-inf")], 3).pack()]},
-    prompt_logprobs={1: (64, [records.RowLogprobs([3], [-1.25], 4).pack()])},
-    invalid={1: "logits are not numbers"},
-    num_drafted=[2],
-    kv_connector_output=records.KVConnectorOutput({"a"}, {"b": LOST}, {"c"}, {"n": 1}),
-)
 LAYOUT = KVLayout(9, 16, "bfloat16", (KVCacheSpec(2, 64), KVCacheSpec(2, 64, 7)))
 
 
@@ -106,13 +96,6 @@ def test_plain_step_is_not_pickled() -> None:
     assert b"fleetfoot" in messages.encode_call(0, FULL)
     assert b"fleetfoot" not in messages.encode_call(0, plain)
     assert messages.decode_call(messages.encode_call(0, plain))[1] == plain
-
-
-@pytest.mark.parametrize(
-    "reply", [StepOutput(3, 12, OUTPUT), StepOutput(0, 0, records.ModelRunnerOutput([])), Ready(1, LAYOUT, "v2")]
-)
-def test_replies_round_trip(reply: StepOutput | Ready) -> None:
-    assert messages.decode_reply(messages.encode_reply(reply)) == reply
 
 
 class OddError(Exception):
@@ -203,13 +186,6 @@ def outputs_of(**settings: int) -> StepOutputs:
     return StepOutputs(plan.output_rank, len(plan.reply_ranks))
 
 
-def test_without_a_connector_one_rank_replies() -> None:
-    outputs = outputs_of(tensor_parallel_size=2, pipeline_parallel_size=2)
-    assert not outputs.has(5)
-    outputs.add(StepOutput(2, 5, records.ModelRunnerOutput([[7]])))  # the first of the last stage
-    assert outputs.pop(5) == records.ModelRunnerOutput([[7]])
-
-
 def test_connector_outputs_of_all_ranks_are_merged_in_the_order_of_steps() -> None:
     """Rank 0 is two steps ahead of rank 1, as it may be in a pipeline."""
     outputs = outputs_of(kv_offloading_size=1, pipeline_parallel_size=2)
@@ -286,15 +262,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert left != second.place and list(parent.iterdir()) == [second.place]
 
 
-def test_directories_in_use_and_others_stay(parent: Path, rendezvous: RendezvousDir) -> None:
-    other = parent / "fleetfoot-ranks-notes"
-    other.mkdir()
-    RendezvousDir().close()
-    assert set(parent.iterdir()) == {rendezvous.place, other}
-
-
 ADDRESSES = [WorkerAddresses("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", b"key" * 10)] * 3
-Join = Callable[..., tuple[Link, Invitation]]
 MakePlan = Callable[..., EnginePlan]
 
 
@@ -349,13 +317,6 @@ def test_clean_shutdown_reaches_other_nodes(engine: EngineNodes, joined: tuple[L
     engine.close("")
     engine.close("not reported again")
     assert [link.receive_end("lost") for link in joined] == ["", ""]
-
-
-def test_failure_reason_reaches_other_nodes(engine: EngineNodes, joined: tuple[Link, ...]) -> None:
-    joined[0].send_end("worker 1 is dead")
-    assert engine.find_loss(wait_ms=60_000) == "node 1: worker 1 is dead"
-    engine.close("node 1: worker 1 is dead")
-    assert joined[1].receive_end("lost") == "node 1: worker 1 is dead"
 
 
 def test_closed_connection_is_a_lost_node(engine: EngineNodes, joined: tuple[Link, ...]) -> None:
@@ -480,23 +441,6 @@ def test_timeouts_name_nodes(engine: EngineNodes, plan: MakePlan, port: int, mon
     engine.close("")
     with pytest.raises(TimeoutError, match=f"nothing answers at master_addr 127.0.0.1, master_port {port}"):
         join_engine(plan(1))
-
-
-def test_node_0_logs_once_which_nodes_are_missing(
-    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(nodes, "GATHER_S", 0.0)
-    message = (
-        f"this is node 0 of 3, and waits at 127.0.0.1:{port} for the others: `fleetfoot worker` with the same settings "
-        "and --node-rank 1, 2"
-    )
-    settings = {"device": "cpu", "nnodes": 3, "pipeline_parallel_size": 3, "master_port": port}
-    with pytest.raises(TimeoutError):
-        LLM(**settings)
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("WARNING", message)]
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    assert main(["generate", "--prompt", "Once", *flags]) == 1
-    assert capsys.readouterr().err.count(message) == 1
 
 
 def test_server_that_is_not_node_0(plan: MakePlan, port: int, threads: ThreadPoolExecutor) -> None:

@@ -1,15 +1,14 @@
 """Which step runs in which captured shape, and which graphs a start captures."""
 
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.graphs import BatchShape, CaptureTable, StepShape, decode_sizes
+from fleetfoot.runner.graphs import CaptureTable, StepShape
 from fleetfoot.runner.v2.step_graphs import StepGraphs
-from fleetfoot.sampling.shape import EVERYTHING, MASKS, PLAIN, TOP_K, VARIANTS, SamplingVariant
+from fleetfoot.sampling.shape import EVERYTHING, MASKS, PLAIN, TOP_K, SamplingVariant
 
 LARGE: dict[str, Any] = {"most_mixed_tokens": 2675, "most_full_tokens": 10_700}
 
@@ -38,16 +37,6 @@ def mixed(num_reqs: int, num_tokens: int, **fields: Any) -> SchedulerOutput:
 
 def uniform(num_reqs: int, num_drafts: int) -> SchedulerOutput:
     return step([1 + num_drafts] * num_reqs, num_reqs, num_drafts=num_drafts)
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 16, 17, 255, 256, 257, 300, 1024])
-def test_decode_sizes_reach_the_maximum_and_pad_little(most: int) -> None:
-    sizes = decode_sizes(most)
-    assert sizes == tuple(sorted(set(sizes)))
-    assert sizes[-1] == most
-    for size in range(1, most + 1):
-        padding = min(larger for larger in sizes if larger >= size) - size
-        assert padding < next(limit for upto, limit in ((2, 1), (4, 2), (16, 8), (64, 16), (most, 32)) if size <= upto)
 
 
 DRAFTING = table(num_drafts=3, max_num_seqs=64)
@@ -96,84 +85,7 @@ def test_smallest_shapes(shapes: CaptureTable, output: SchedulerOutput, key: tup
     assert shapes.dispatch(output) == (key and StepShape(*key))
 
 
-def test_mixed_sizes_grow_where_launches_dominate_and_pad_at_most_a_third() -> None:
-    """From 65 tokens on."""
-    for shapes, most in ((table(), 1024), (FULL, 7168), (table(most_mixed_tokens=10**6, most_full_tokens=5000), 4096)):
-        assert shapes.mixed[-1] == most
-        assert all(later <= 1.51 * earlier for earlier, later in pairwise(shapes.mixed[3:]))
-    assert table(max_num_batched_tokens=700).mixed == (16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 640)
-    assert table(max_num_batched_tokens=700, **LARGE).full_step == 700
-    assert FULL.split == table().split == (16, 32, 64, 128, 256, 512)
-
-
 SHORT = table(short_contexts=((1, 1700), (2, 850), (4, 425)))
-
-
-@pytest.mark.parametrize(
-    ("num_reqs", "longest", "key"),
-    [
-        (1, 1700, (1, 1700)),
-        (1, 1701, (1, 0)),
-        (2, 850, (2, 850)),
-        (2, 851, (2, 0)),
-        (3, 425, (4, 425)),
-        (4, 426, (4, 0)),
-    ],
-)
-def test_shapes_for_short_contexts(num_reqs: int, longest: int, key: tuple[int, int]) -> None:
-    size, max_context = key
-    output = step([1] * num_reqs, num_reqs, longest_decode=longest)
-    shape = StepShape("decode", size, size, max_context)
-    assert SHORT.dispatch(output) == shape
-    assert BatchShape.of_graph(shape).max_context == BatchShape.of_step(output, shape).max_context == max_context
-    assert BatchShape.of_step(output, None).max_context == longest
-
-
-def test_the_shapes_for_short_contexts_of_a_table() -> None:
-    assert SHORT.short == (1, 2, 4)
-    assert len(SHORT.shapes) == len(table().shapes) + 3
-    assert SHORT.dispatch(step([1] * 5, 5, longest_decode=9)) == StepShape("decode", 8, 8)
-    # with drafts, the drafter's own steps may be of one token, and attend to their positions too
-    drafts = table(short_contexts=((1, 300), (2, 150)), num_drafts=3)
-    assert drafts.dispatch(step([4, 4], 2, num_drafts=3, longest_decode=147)) == StepShape("uniform", 2, 8, 147)
-    assert drafts.dispatch(step([4, 4], 2, num_drafts=3, longest_decode=148)) == StepShape("uniform", 2, 8)
-
-
-@pytest.mark.parametrize("shapes", [table(), SHORT, FULL, DRAFTING, CaptureTable()])
-def test_the_graphs_of_a_table(shapes: CaptureTable) -> None:
-    """A forward pass of each shape; of decodes also whole steps; and samplings of each number of rows of logits."""
-    graphs, decodes = {*shapes.graphs}, [shape for shape in shapes.shapes if shape.is_decode]
-    assert len(graphs) == len(shapes.graphs)
-    assert {key.shape for key in graphs if key.part == "forward"} == {*shapes.shapes}
-    wholes = {(shape, sampling) for shape in decodes for sampling in (PLAIN, TOP_K)}
-    assert {(key.shape, key.sampling) for key in graphs if key.part == "step"} == wholes
-    for shape in shapes.shapes:
-        has_sampling = shape.is_decode or not shapes.num_drafts  # mixed batches verify and propose drafts eagerly
-        if has_sampling:
-            found = {key.sampling for key in graphs if key.part == "sampling" and key.shape == shape.of_sampling}
-            assert found >= {*VARIANTS[2 if shape.is_decode else 0 :]}
-        assert shapes.captured(shape, PLAIN, 3 * (shape.kind == "uniform")) == (PLAIN if has_sampling else None)
-        assert shapes.captured(shape, PLAIN, 3 * (shape.kind != "uniform")) is None
-        assert shapes.captured(shape, None, 0) is None
-    assert shapes.num_bytes(28, 2048) >= len(shapes.shapes) * 28 * 96 * 1024
-    assert shapes.seconds(28) < 2.5
-    assert shapes.most_tokens == max((shape.num_tokens for shape in shapes.shapes), default=0)
-
-
-@pytest.mark.parametrize(
-    ("parts", "captured"),
-    [
-        ({}, PLAIN),
-        ({"filters": True}, TOP_K),
-        ({"filters": True, "other_filters": True}, EVERYTHING),
-        ({"logits_processors": True}, EVERYTHING),
-        ({"logprobs": 5}, EVERYTHING),
-        ({"masks": True}, MASKS),
-        ({"masks": True, "logprobs": 5}, MASKS),
-    ],
-)
-def test_four_variants_of_sampling(parts: dict[str, Any], captured: SamplingVariant) -> None:
-    assert SamplingVariant(**parts).captured() == captured
 
 
 @pytest.mark.parametrize(
@@ -232,19 +144,3 @@ def test_a_step_replays_what_is_captured_for_its_shape_and_sampling() -> None:
     assert names(decode, None, reads_all=True) == [("forward", None), False]
     assert names(mixed(3, 1025), PLAIN) is None
     assert graphs.num_steps == {"decode": 5, "mixed": 4, "eager": 2}
-
-
-def test_ranks_without_sampling_capture_forward_passes() -> None:
-    graphs = graphs_of(DRAFTING, has_sampling=False)
-    assert {key.part for key in graphs.captured} == {"forward"}
-    _, graph = graphs.dispatch(uniform(3, 3), None, 3)
-    assert graph is not None and graph.sampling is None
-
-
-def test_nothing_is_replayed_before_the_captures() -> None:
-    graphs = StepGraphs(Device(), table())  # type: ignore[arg-type]
-    assert graphs.dispatch(step([1], 1), PLAIN, 0)[1] is None
-    graphs.capture_all(lambda key: key, nullcontext)  # type: ignore[arg-type, return-value]
-    assert graphs.dispatch(step([1], 1), PLAIN, 0)[1] is not None
-    graphs.drop_all()
-    assert graphs.dispatch(step([1], 1), PLAIN, 0)[1] is None

@@ -77,14 +77,6 @@ def test_tokens_that_are_kept(prompt: Any, truncate: int | None, kept: list[int]
     assert request.prompt == ("shown" if isinstance(prompt, dict) else None)
 
 
-@pytest.mark.parametrize("prompt", ["Once upon", {"prompt": "Once upon"}, {"prompt": "Once upon", "cache_salt": "s"}])
-def test_text(prompt: Any) -> None:
-    request = process(prompt, with_text())
-    assert request.prompt == "Once upon"
-    assert request.prompt_token_ids.tolist() == TOKENIZER.encode("Once upon")
-    assert request.cache_salt == (prompt.get("cache_salt") if isinstance(prompt, dict) else None)
-
-
 IDS, ALLOWED = "prompt_token_ids", "allowed_token_ids"
 
 
@@ -134,16 +126,6 @@ def test_prompts_that_are_refused(prompt: Any, error: type[Exception], field: st
         assert raised.value.value == given[int(position.removesuffix("]"))]
 
 
-def test_prompts_that_are_too_long() -> None:
-    with pytest.raises(FieldError) as raised:
-        process([5] * 32)
-    assert (raised.value.field, raised.value.value, raised.value.code) == ("prompt", 32, TOO_LONG)
-
-
-def test_an_empty_text_is_the_token_at_the_beginning_of_texts() -> None:
-    assert process("", with_text()).prompt_token_ids.tolist() == TOKENIZER.encode("") == [TOKENIZER.bos_token_id]
-
-
 def test_texts_that_are_refused() -> None:
     with pytest.raises(FieldError):
         processor_of(tokenizer=SimpleNamespace(encode=lambda text: [])).tokenize("")
@@ -179,27 +161,6 @@ def test_texts_that_are_too_long_are_refused_before_they_are_tokenized(monkeypat
     tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0}, unk_token="<unk>")))
     assert tokenizer.max_token_chars is None  # one token for a word of any length
     assert len(process("a" * 1000, processor_of(tokenizer=tokenizer)).prompt_token_ids) == 1
-
-
-@pytest.mark.parametrize(
-    ("prompt", "max_tokens", "in_all"), [(3, 5, 8), (3, None, 32), (3, 1000, 32), (31, None, 32), (31, 16, 32)]
-)
-def test_max_tokens_end_at_the_models_length(prompt: int, max_tokens: int | None, in_all: int) -> None:
-    (sequence,) = sequences([5] * prompt, max_tokens=max_tokens, min_tokens=1)
-    assert sequence.max_total_tokens == in_all
-
-
-@pytest.mark.parametrize(
-    ("params", "stop_token_ids"),
-    [
-        ({}, {EOS}),  # an end token outside the vocabulary is never sampled
-        ({"stop_token_ids": [9]}, {EOS, 9}),
-        ({"ignore_eos": True}, set()),
-        ({"ignore_eos": True, "stop_token_ids": [EOS]}, {EOS}),
-    ],
-)
-def test_what_ends_a_request(params: dict[str, Any], stop_token_ids: set[int]) -> None:
-    assert sequences([5], **params)[0].stop_token_ids == stop_token_ids
 
 
 def test_seeds() -> None:
@@ -243,28 +204,6 @@ def test_parameters_that_do_not_suit_the_model(prompt: Any, params: dict[str, An
     with pytest.raises(FieldError) as raised:
         process(prompt, **params)
     assert raised.value.field == field
-
-
-def test_parameters_are_validated_again_and_copied() -> None:
-    params, processor = SamplingParams(stop_token_ids=[9]), processor_of()
-    checked = processor.check_params(params)
-    assert params.stop_token_ids is not None
-    params.stop_token_ids.append(10)
-    params.temperature = -1.0
-    with pytest.raises(FieldError) as raised:
-        processor.process("r", [5], params)
-    assert (raised.value.field, raised.value.value) == ("temperature", -1.0)
-    first, second = (processor.process(name, [5], checked, params_checked=True) for name in ("a", "b"))
-    assert first.params is second.params is checked  # not validated again
-    (one,), (other,) = map(processor.make_requests, (first, second))
-    assert one.params is checked
-    assert (checked.temperature, one.stop_token_ids) == (1.0, {EOS, 9})
-    assert one.seed != other.seed
-
-
-@pytest.mark.parametrize(("given", "kept"), [(-1, -1), (0, 0), (VOCAB - 1, VOCAB - 1), (VOCAB, VOCAB), (2**70, VOCAB)])
-def test_top_k_is_at_most_the_vocabulary(given: int, kept: int) -> None:
-    assert process([5], top_k=given).params.top_k == kept
 
 
 @pytest.mark.parametrize("wrong", [None, {}, "params", SamplingParams])

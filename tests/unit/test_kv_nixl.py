@@ -15,7 +15,6 @@ import pytest
 import torch
 from tests.helpers.kv_bench import BLOCK_SIZE, FINGERPRINT, LAYOUT, Clock, ManualJobs, same
 from tests.helpers.kv_pair import (
-    TOKENS,
     Engine,
     EngineLine,
     Gate,
@@ -34,9 +33,7 @@ from fleetfoot.kv_transfer.nixl import consumer as nixl_consumer
 from fleetfoot.kv_transfer.nixl import side_channel, transfer_agent
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
 from fleetfoot.kv_transfer.nixl.side_channel import Acquire, Decline, Granted, LeaseError, Leases, ProducerServer, Renew
-from fleetfoot.records.kv_connector import READ_HISTOGRAMS
-from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout, make_groups
-from fleetfoot.records.request import RequestStatus
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.utils.sockets import Channel, ConnectionLostError, SocketServer, connect
 
@@ -69,88 +66,6 @@ def failure(consumer: Engine, params: Any, **options: Any) -> str:
     assert output.loaded == set()
     assert same(consumer.contents(range(13)), before)
     return output.failed["r"].reason
-
-
-CONSUMERS: dict[str, dict[str, Any]] = {
-    "one rank": {},
-    "two ranks": {"num_ranks": 2},
-    "a buffer for one block": {"extra": {"buffer_bytes": 1, "num_threads": 1}},
-    "a smaller cache": {"layout": KVLayout(13, LAYOUT.block_size, LAYOUT.dtype, LAYOUT.layers)},
-}
-
-
-@pytest.mark.parametrize("options", CONSUMERS.values(), ids=CONSUMERS)
-def test_consumer_loads_what_was_computed(make: MakeEngine, options: dict[str, Any], backend: str) -> None:
-    num_ranks = options.get("num_ranks", 1)
-    producer = make(role="kv_producer", num_ranks=num_ranks, backend=backend)
-    consumer = make(role="kv_consumer", backend=backend, **options)
-    untouched = consumer.contents([4, 5, 6])
-    for name in ("one", "two"):
-        producer.scramble(HELD)
-        request = consumer.remote(producer.hold(name), name)
-        assert consumer.matched(request) == 16
-        output = consumer.load(request)
-        assert (output.loaded, output.failed) == ({name}, {})
-        assert same(consumer.contents(LOADED), producer.contents(HELD))
-        producer.until_sent(name)
-    assert same(consumer.contents([4, 5, 6]), untouched)
-    num_bytes = 8 * num_ranks * LAYOUT.bytes_per_block
-    counted = {"blocks_loaded": 8 * num_ranks, "bytes_loaded": num_bytes, "read_bytes": num_bytes}
-    assert {name: consumer.counters[name] for name in counted} == counted
-    loads = {
-        name: sum(consumer.counters[one] for one in consumer.counters if one.startswith(f"{name}<="))
-        for name in READ_HISTOGRAMS
-    }
-    assert loads == dict.fromkeys(READ_HISTOGRAMS, 2 * num_ranks) and consumer.counters["read_regions"] >= num_ranks
-    assert producer.counters == {"sends_sent": 2 * num_ranks, "blocks_sent": 8 * num_ranks, "bytes_sent": num_bytes}
-    assert not consumer.scheduler.has_pending and not producer.scheduler.has_pending
-
-
-def test_groups_of_layers(make: MakeEngine) -> None:
-    """Of a window the last blocks are held and read, and nothing is once they are freed."""
-    specs = KVCacheSpec(1, 4), KVCacheSpec(2, 4, 6), KVCacheSpec(1, 3, 6)
-    layout = KVLayout(12, BLOCK_SIZE, "float32", specs, groups=make_groups(specs, (), BLOCK_SIZE, "float32", 100))
-    producer, consumer = make(layout=layout), make(layout=layout, extra={"buffer_bytes": 1, "num_threads": 1})
-    assert producer.hold("freed", window=[0, 0, 0, 9, 8]) is None
-    params = producer.hold("p", window=[0, 0, 7, 9, 8])
-    request = consumer.remote(params)
-    request.group_block_ids, request.num_freed = [[0, 0, 5, 4]], [2]
-    assert consumer.matched(request) == 16
-    assert consumer.load(request).loaded == {"r"}
-    for ours, theirs, blocks in zip(consumer.views[0], producer.views[0], (LOADED, [5, 4], [5, 4]), strict=True):
-        held = HELD if blocks is LOADED else [7, 9]
-        assert torch.equal(ours[blocks], theirs[held])
-    assert consumer.counters["bytes_loaded"] == 4 * layout.group_bytes[0] + 2 * layout.group_bytes[1]
-    producer.until_sent("p")
-
-
-def test_cached_blocks_are_not_read(make: MakeEngine) -> None:
-    producer, consumer = make(), make()
-    before = consumer.contents([9, 8])
-    assert consumer.load(consumer.remote(producer.hold("p")), num_computed_tokens=8).loaded == {"r"}
-    assert same(consumer.contents([9, 8]), before)
-    assert same(consumer.contents([2, 0]), producer.contents([1, 12]))
-    assert consumer.counters["blocks_loaded"] == 2
-
-
-def test_consumer_waits_for_the_step_that_grants_its_lease(make: MakeEngine) -> None:
-    producer, consumer = make(), make()
-    request = consumer.remote(producer.hold("p", step=False))
-    consumer.begin(request)
-    consumer.step(idle=True)
-    producer.step()
-    assert consumer.until_ended(request).loaded == {"r"}
-    producer.until_sent("p")
-
-
-def test_full_blocks_without_the_last_token_are_held(make: MakeEngine) -> None:
-    producer, consumer = make(), make()
-    assert opened(producer.hold("sixteen", TOKENS[:16])).num_tokens == 12
-    assert opened(producer.hold("five", TOKENS[:5])).num_tokens == 4
-    assert producer.hold("four", TOKENS[:4]) is None
-    request = consumer.remote(producer.hold("p"))
-    assert consumer.matched(request) == 16
-    assert consumer.matched(request, 16) == 0
 
 
 OTHER_LAYOUT = KVLayout(16, BLOCK_SIZE, "float32", (*[KVCacheSpec(2, 6)] * 2, KVCacheSpec(2, 4)))
@@ -202,12 +117,6 @@ def test_new_weights_that_both_engines_have(make: MakeEngine) -> None:
     producer.until_sent("new")
 
 
-def test_restarted_engine(make: MakeEngine) -> None:
-    consumer = make()
-    params = changed(make().hold("p"), engine_id="gone")
-    assert "this is engine 'bench', and 'gone' was requested" in failure(consumer, params)
-
-
 def test_invalid_kv_transfer_params(make: MakeEngine) -> None:
     producer, consumer = make(role="kv_producer"), make(role="kv_consumer")
     params = producer.hold("p")
@@ -229,11 +138,6 @@ def test_invalid_kv_transfer_params(make: MakeEngine) -> None:
         {"do_remote_prefill": False, "offer": None, "remote_host": None, "remote_block_ids": None}
     )
     assert consumer.matched(request) == 0
-
-
-def test_default_settings() -> None:
-    config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
-    assert NixlSettings.of(config) == NixlSettings("nixl", "127.0.0.1", 0, 30, 480, 64 << 20, 4)
 
 
 def test_the_side_channel_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,31 +226,6 @@ def stalled(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stall
     gate.opened.set()
 
 
-def test_slow_load(stalled: Stalled) -> None:
-    producer, consumer, gate, clock, request = stalled
-    clock.now += 19
-    for _ in range(3):
-        assert consumer.step().is_empty
-    gate.opened.set()
-    assert consumer.until_ended(request).loaded == {"r"}
-    assert same(consumer.contents(LOADED), producer.contents(HELD))
-
-
-def test_load_that_takes_too_long(stalled: Stalled, monkeypatch: pytest.MonkeyPatch) -> None:
-    producer, consumer, gate, clock, _ = stalled
-    monkeypatch.setattr(transfer_agent.TcpAgent, "disconnect", disconnect := Mock())  # which stops the read
-    before = consumer.contents(LOADED)
-    clock.now += 20
-    output = consumer.step()
-    assert output.failed["r"].timed_out
-    assert "4 of 4 KV blocks had not come from engine 'bench' after 20 s" in output.failed["r"].reason
-    producer.until_sent("p")  # the consumer has closed its connection
-    disconnect.assert_called_once()
-    gate.opened.set()
-    assert consumer.load(consumer.remote(producer.hold("q"), "again", blocks=[10, 11, 12, 13, 14])).loaded == {"again"}
-    assert same(consumer.contents(LOADED), before)
-
-
 def test_request_that_ends_while_it_loads(stalled: Stalled) -> None:
     producer, consumer, _, _, _ = stalled
     output = consumer.step(["r"])
@@ -356,18 +235,6 @@ def test_request_that_ends_while_it_loads(stalled: Stalled) -> None:
 
 
 EXPIRED = "has ended: it was not renewed or not read in time (kv_lease_duration, abort_timeout)"
-
-
-def test_blocks_released_during_a_read_do_not_count(stalled: Stalled) -> None:
-    """They may have been overwritten while they were read."""
-    producer, consumer, gate, clock, request = stalled
-    clock.now += 31
-    assert producer.step(idle=True).sent == {"p"}
-    assert producer.counters == {"sends_expired": 1}
-    producer.scramble(HELD)
-    clock.now -= 31
-    gate.opened.set()
-    assert EXPIRED in consumer.until_ended(request).failed["r"].reason
 
 
 def ended(leases: Leases) -> dict[str, str]:
@@ -438,18 +305,6 @@ def test_consumer_renews_while_a_request_waits_or_loads(make: MakeEngine, monkey
     assert consumer.step().failed["r"].timed_out and consumer.counters["notifications_failed"] == 2
     clock.now += 2
     assert consumer.scheduler.build_connector_meta(SchedulerOutput(0, [], [], 0, 0, 0)) is None
-
-
-def test_evicted_lease(make: MakeEngine) -> None:
-    producer, consumer = make(), make()
-    params = producer.hold("p")
-    producer.hold("q", step=False)
-    assert [producer.scheduler.evict(name) for name in "pqr"] == [True, True, False]
-    assert producer.scheduler.has_pending and producer.step().sent == {"p", "q"}
-    assert not producer.scheduler.evict("p")
-    reason = consumer.load(consumer.remote(params)).failed["r"].reason
-    assert "has ended: it was evicted, because other requests needed its blocks" in reason
-    assert producer.counters == {"sends_evicted": 2}
 
 
 def test_lease_that_is_being_read_is_neither_evicted_nor_declined(stalled: Stalled) -> None:
@@ -542,21 +397,6 @@ def test_peers_are_connected_again_after_a_failed_read() -> None:
     assert peers.acquire(b"") == "peer"
 
 
-def test_lease_is_read_once(make: MakeEngine) -> None:
-    consumer, other = make(), make()
-    params = make().hold("p")
-    assert consumer.load(consumer.remote(params)).loaded == {"r"}
-    tell(opened(params).addresses[0], Decline(opened(params).lease))  # too late
-    assert "it was read before" in failure(other, params)
-
-
-def test_engine_that_is_gone(make: MakeEngine, backend: str) -> None:
-    producer, consumer = make(backend=backend), make(backend=backend)
-    params = producer.hold("p")
-    producer.shutdown()
-    assert "cannot be reached" in failure(consumer, params)
-
-
 def num_descriptors() -> int:
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
@@ -585,39 +425,6 @@ def test_connections_and_threads_end() -> None:
     join_threads()
     assert num_descriptors() == before
     assert busy < before + 20  # 20 loads, of which most have failed
-
-
-def test_failure_of_one_rank_fails_the_load(make: MakeEngine) -> None:
-    producer, consumer = make(num_ranks=2, line=True), make(num_ranks=2)
-    producer.lines[1].spoil = flip_at(500)
-    output = consumer.load(consumer.remote(producer.hold("p")))
-    assert output.loaded == set() and "is corrupt" in output.failed["r"].reason
-    producer.until_sent("p")
-    assert producer.counters["sends_sent"] == producer.counters["sends_lost"] == 1
-
-
-@pytest.mark.parametrize("has_ended", [False, True], ids=["all cached", "ended"])
-def test_request_that_does_not_load_declines(make: MakeEngine, has_ended: bool) -> None:
-    producer, consumer = make(), make()
-    request = consumer.remote(producer.hold("p"))
-    if has_ended:
-        assert consumer.scheduler.request_finished(request) == (False, None)
-        consumer.step()
-    else:
-        assert consumer.matched(request, 16) == 0
-        consumer.run(request)
-    producer.until_sent("p")
-    assert producer.counters == {"sends_declined": 1}
-
-
-@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
-def test_failed_requests_hold_nothing(make: MakeEngine, status: RequestStatus) -> None:
-    producer = make()
-    request = producer.request("p", TOKENS, [1, 2, 3, 4, 5])
-    request.kv_transfer_params = {"do_remote_decode": True}
-    request.status = status
-    assert producer.scheduler.request_finished(request) == (False, None)
-    assert not producer.scheduler.has_pending
 
 
 def test_loads_that_wait_for_a_thread(make: MakeEngine) -> None:

@@ -11,13 +11,11 @@ from tests.helpers.interpreter import interpreted
 from fleetfoot.kernels import sampling
 from fleetfoot.kernels.sampling.token_logprobs import (
     MAX_SELECTED,
-    LogprobRows,
     select_logprobs,
     token_logprobs_torch,
     token_logprobs_triton,
 )
 from fleetfoot.outputs import Logprob, logprob_dict
-from fleetfoot.records.step import RowLogprobs
 from fleetfoot.sampling.logprobs import PromptLogprobs, token_logprobs
 
 
@@ -32,38 +30,6 @@ def test_equals_a_stable_sort():
     torch.testing.assert_close(result.logprobs.double(), expected.gather(1, token_ids), rtol=1e-5, atol=1e-5)
     for i, token in enumerate(sampled.tolist()):
         assert result.ranks[i].item() == order[i].tolist().index(token) + 1
-
-
-@pytest.mark.parametrize("num", range(7))
-def test_equal_tokens_are_in_order_of_their_ids_for_every_count(num):
-    result = token_logprobs(torch.tensor([[-2.0, -1.0, -1.0, -3.0, -1.0, -2.0]]), num, torch.tensor([4]))
-    assert result.token_ids.tolist() == [[4, 1, 2, 4, 0, 5, 3][: num + 1]]
-    assert result.ranks.tolist() == [3], "as many tokens are at least as probable"
-
-
-def test_extreme_values_keep_their_order():
-    values = torch.tensor([[-torch.inf, -1e30, -0.5, -1e-30, 0.0, -7.0]])
-    assert token_logprobs(values, 6, torch.tensor([0])).token_ids.tolist() == [[0, 4, 3, 2, 5, 1, 0]]
-
-
-def test_whole_vocabulary_and_counts_per_row():
-    logits = torch.tensor([[1.0, 3.0, 2.0], [3.0, 2.0, 1.0]], dtype=torch.bfloat16)
-    result = token_logprobs(logits, -1, torch.tensor([0, 2]))
-    assert result.token_ids.tolist() == [[0, 1, 2, 0], [2, 0, 1, 2]]
-    assert result.logprobs.dtype == torch.float32
-    assert result.logprobs[:, 1:].exp().sum(dim=-1).tolist() == pytest.approx([1.0, 1.0])
-    first, second = map(RowLogprobs.unpack, result.to_rows(counts=[1, 0]))
-    assert (first.token_ids, first.rank, second.token_ids, second.rank) == ([0, 1], 3, [2], 3)
-    assert len(second.logprobs) == 1
-    assert result.to_rows(counts=[-1, -1]) == result.to_rows()
-    assert result.to_rows([0, -1, 1], [1, 0, 0]) == [second.pack(), result.to_rows()[0], first.pack()]
-    assert token_logprobs(logits, 99, torch.tensor([0, 2])).token_ids.shape == (2, 4)  # at most the vocabulary
-
-
-@pytest.mark.parametrize("op", [token_logprobs_torch, pytest.param(token_logprobs_triton, marks=interpreted)])
-def test_no_rows(op):
-    result = token_logprobs(torch.empty(0, 5), 2, torch.empty(0, dtype=torch.int64), op)
-    assert result.token_ids.shape == (0, 3) and result.to_rows() == []
 
 
 def test_prompt_logprobs_make_few_logits_at_a_time(monkeypatch):
@@ -117,25 +83,6 @@ def check_kernels(vocab_size: int, dtype: torch.dtype, device: str = "cpu") -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_equal_the_reference(vocab_size: int, dtype: torch.dtype) -> None:
     check_kernels(vocab_size, dtype)
-
-
-@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=interpreted)], ids=["cpu", "triton"])
-def test_rows_are_independent(triton: bool) -> None:
-    logits, sampled = logprob_case(3, 2500, torch.float32)
-    rows = torch.tensor([3, -1, 0, 2, 1], dtype=torch.int32)
-    sizes = torch.tensor([1, 0, 6, 3], dtype=torch.int32)
-
-    def compute(select: slice, num: int) -> torch.Tensor:
-        arguments = (logits[select], sampled[select], num)
-        of_rows = LogprobRows(sizes, rows[select])
-        return select_logprobs(*arguments, of_rows)[0] if triton else token_logprobs_torch(*arguments, of_rows)
-
-    together = compute(slice(0, 5), 32)
-    for index, count in ((0, 2), (2, 0), (3, 5)):
-        alone = compute(slice(index, index + 1), 5)
-        for begin, other in ((0, 0), (33, 6)):
-            assert torch.equal(together[index, begin : begin + count + 1], alone[0, other : other + count + 1])
-        assert together[index, -1] == alone[0, -1]
 
 
 def test_dictionary_has_the_chosen_token_first_then_the_top_in_order():

@@ -1,22 +1,19 @@
 """`config.json` to ModelConfig, in every family and spelling; how a model is cut over ranks: every part is on one."""
 
 import dataclasses
-import json
 import logging
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.helpers.specs import changed, flat, model_config
+from tests.helpers.specs import flat, model_config
 
 from fleetfoot.config import sharding
 from fleetfoot.config.architectures import ARCHITECTURES
-from fleetfoot.config.model import AttentionSpec, ConfigError, LayerSpec, MLPSpec, ModelConfig, RopeConfig
-from fleetfoot.config.parsing import load_model_config, parse_model_config
-from fleetfoot.config.sharding import pipeline_layers
+from fleetfoot.config.model import ConfigError, ModelConfig, RopeConfig
+from fleetfoot.config.parsing import parse_model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1000, "hidden_size": 64,
@@ -46,16 +43,6 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
 SAME = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "rms_norm_eps")
 RENAMED = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
 RENAMED |= {name: name for name in (*SAME, "tie_word_embeddings", "bos_token_id")}
-
-
-def test_a_plain_llama() -> None:
-    config = parse(llama(tie_word_embeddings=True, dtype="bfloat16", bos_token_id=5, eos_token_id=[6, 7]))
-    for name, other in RENAMED.items():
-        assert getattr(flat(config), name) == {**LLAMA, "tie_word_embeddings": True, "bos_token_id": 5}[other], name
-    assert (config.architecture, flat(config).head_dim, config.dtype) == ("LlamaForCausalLM", 8, "bfloat16")
-    assert flat(config).layer_ropes == (RopeConfig(10000.0, "default", {}),) * 4
-    assert flat(config).layer_windows == (None,) * 4
-    assert config.eos_token_ids == (6, 7)
 
 
 NOT_EVEN = {"Glm4MoeForCausalLM": {"head_dim": 128}}
@@ -111,11 +98,6 @@ def test_fields_of_other_kinds_of_models_are_refused_by_name(
     for part in name.split("."):  # of a list, the object in it that has the field
         value = next(each for each in value if part in each)[part] if isinstance(value, list) else value[part]
     assert f"{name} is {value!r}; " in str(caught.value)
-
-
-@pytest.mark.parametrize("value", [None, 0, 1, False, "", "none", [], {}, [0, 0], {"bits": 0}, 1.0])
-def test_values_that_mean_absent(value: Any) -> None:
-    parse(llama(num_experts=value, quantization=value, mamba={"d_state": value}, ssm_state_size=value))
 
 
 def test_labels_and_names_say_nothing_about_layers() -> None:
@@ -347,14 +329,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs(name: str) -> None:
-    config, num_parameters, expected = PUBLISHED[name]
-    parsed = parse(config)
-    assert {field: getattr(flat(parsed), field) for field in expected} == expected
-    assert parsed.num_parameters == num_parameters
-
-
 def test_fields_of_gemma_3_without_effect(caplog: pytest.LogCaptureFixture) -> None:
     config = {**PUBLISHED["gemma-3-1b-it"][0], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     parsed = parse(config)
@@ -398,21 +372,6 @@ def test_both_spellings_mean_the_same(today: dict[str, Any], yesterday: dict[str
     assert parse(llama(**today)) == parse(llama(**yesterday))
 
 
-def test_rope_scaling_wins_and_an_inner_theta_too() -> None:
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}, "rope_theta": 2.0}
-    config = llama(**rope, rope_scaling={"rope_type": "linear", "factor": 2.0, "rope_theta": 3.0})
-    assert flat(parse(config)).layer_ropes[0] == RopeConfig(3.0, "linear", {"factor": 2.0})
-
-
-def test_yarn_is_completed() -> None:
-    rope = flat(parse(llama(rope_parameters={"rope_type": "yarn", "factor": 4.0}))).layer_ropes[0]
-    expected = {"factor": 4.0, "original_max_position_embeddings": 512, "attention_factor": pytest.approx(1.1386294361)}
-    assert rope.parameters == {**expected, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}  # 1 + 0.1 ln 4
-    by_ratio = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128, "attention_factor": 1.5}
-    rope = flat(parse(llama(rope_parameters=by_ratio))).layer_ropes[0]
-    assert (rope.parameters["factor"], rope.parameters["attention_factor"]) == (4.0, 1.5)
-
-
 def test_longrope_is_completed_and_resolved() -> None:
     """Older files name it otherwise; ``original_max_position_embeddings`` beside it takes precedence."""
     given = {**LONGROPE, "rope_type": "su", "original_max_position_embeddings": 7}
@@ -434,54 +393,6 @@ def test_a_rope_parameter_without_effect_is_warned_of(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         parse(llama(rope_scaling={"type": "linear", "factor": 2.0, "finetuned": True}))
     assert "['finetuned'] of rope type 'linear'" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("generation", "config", "expected"),
-    [
-        ({"eos_token_id": [3, 4]}, {"eos_token_id": 9}, (3, 4, 9)),
-        ({"eos_token_id": 3}, {"eos_token_id": [8, 3]}, (3, 8)),
-        ({"eos_token_id": 3}, {"eos_token_id": None}, (3,)),
-        ({"eos_token_id": 3}, {}, (3,)),  # the default of transformers is for models without
-        ({}, {"eos_token_id": [8, 9, 8]}, (8, 9)),
-        ({"eos_token_id": None}, {"eos_token_id": 9}, (9,)),
-        ({}, {}, (2,)),
-        ({}, {"eos_token_id": None}, ()),
-        ({"eos_token_id": []}, {}, ()),
-        ({"eos_token_id": [999, 1000]}, {}, (999,)),  # 1000 is outside the vocabulary
-    ],
-)
-def test_eos_token_ids(generation: dict[str, Any], config: dict[str, Any], expected: tuple[int, ...]) -> None:
-    assert parse(llama(**config), generation).eos_token_ids == expected
-    with pytest.raises(ConfigError, match=r"^somewhere/generation_config.json: eos_token_id is 'x'"):
-        parse(llama(**config), {"eos_token_id": "x"})
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (LLAMA, {"bos_token_id": 1}),
-        (llama(bos_token_id=0), {"bos_token_id": 0}),
-        (llama(bos_token_id=None), {"bos_token_id": None}),
-        (llama(num_key_value_heads=None), {"num_kv_heads": 8}),
-        (family("Mistral", num_key_value_heads=None), {"num_kv_heads": 8, **BIASES}),
-        (llama(head_dim=None), {"head_dim": 8}),
-        (llama(head_dim=32), {"head_dim": 32}),
-        (family("Qwen3", head_dim=None), {"head_dim": 8}),
-        (family("Qwen3"), {"head_dim": 128}),
-        (llama(attention_bias=True), {**BIASES, "qkv_bias": True, "o_bias": True}),
-        (llama(mlp_bias=True), {**BIASES, "mlp_bias": True}),
-        (family("Qwen2"), {**BIASES, "qkv_bias": True}),
-        (family("Qwen3", attention_bias=True), {**BIASES, "qkv_bias": True, "o_bias": True}),
-        (llama(architectures=["LlamaModel"]), {"architecture": "LlamaForCausalLM"}),
-        (llama(architectures=["LLaMAForCausalLM"]), {"architecture": "LlamaForCausalLM"}),
-        (llama(architectures=None, model_type="qwen3"), {"architecture": "Qwen3ForCausalLM"}),
-        (llama(architectures=["Else", "MistralForCausalLM"]), {"architecture": "MistralForCausalLM"}),
-    ],
-)
-def test_single_fields(config: dict[str, Any], expected: dict[str, Any]) -> None:
-    parsed = parse(config)
-    assert {name: getattr(flat(parsed), name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -628,49 +539,6 @@ def test_the_record_survives_pickling_and_replacing() -> None:
         dataclasses.replace(config, layers=())
 
 
-def test_layers_that_differ() -> None:
-    """Each has its own sizes, and all sums are over the layers."""
-    narrow, wide = (LayerSpec(AttentionSpec(4, 2, size), MLPSpec(size)) for size in (8, 32))
-    config = ModelConfig("LlamaForCausalLM", 64, 16, (narrow, wide, narrow), 64)
-    sizes = [layer.num_parameters(16) for layer in config.layers]
-    assert sizes == [3 * 16 * 8 + 2 * 16 + 16 * 8 * 12, 3 * 16 * 32 + 2 * 16 + 16 * 32 * 12, sizes[0]]
-    assert config.layer_parameters() == sum(sizes)
-    assert config.distinct_layers == (narrow, wide)
-    assert config.rotary_tables(range(3)) == [(RopeConfig(), 8), (RopeConfig(), 32)]
-    stages = [sharding.pipeline_layers(config, rank, 2) for rank in range(2)]
-    assert stages == [range(2), range(2, 3)]  # the last rank has the logits head, too
-    with pytest.raises(ValueError, match=r"tensor_parallel_size is 3, .*: 1, 2, 4$"):
-        sharding.check_tensor_parallel_size(config, 3)
-
-
-def test_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config.json in .*a model folder holds config.json"):
-        load_model_config(tmp_path)
-    for text, message in (("{", "config.json cannot be read as JSON"), ("[]", "holds a JSON list, not an object")):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            load_model_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert load_model_config(tmp_path) == parse(LLAMA)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7]}))
-    assert load_model_config(str(tmp_path)).eos_token_ids == (7,)
-
-
-def test_an_architecture_states_its_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = dataclasses.replace(ARCHITECTURES["LlamaForCausalLM"], activations=("gelu",))
-    monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", entry)
-    assert parse(llama(hidden_act="gelu")).architecture == "LlamaForCausalLM"
-    with pytest.raises(ConfigError, match="hidden_act is 'silu'; supported: gelu"):
-        parse(llama(hidden_act="silu"))
-
-
-def test_an_mlp_without_a_gate_has_two_matrices() -> None:
-    gated = model_config("LlamaForCausalLM", 8, 16, 32, 3, 2, 2, 8, 16, mlp_bias=True)
-    plain = changed(gated, has_gate=False)
-    assert gated.num_parameters - plain.num_parameters == 3 * (16 * 32 + 32)
-    assert gated.layer_parameters(2) - plain.layer_parameters(2) == 3 * (16 * 16 + 16)
-
-
 LLAMA_8B = model_config("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
 
 
@@ -680,21 +548,6 @@ def members(span: slice) -> range:
 
 def shape(heads: int, kv_heads: int, intermediate: int = 96, layers: int = 4, vocab: int = 64) -> ModelConfig:
     return model_config("LlamaForCausalLM", vocab, 32, intermediate, layers, heads, kv_heads, 8, 64)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 4, 2), (8, 2, 4), (8, 1, 8), (6, 2, 2), (12, 4, 4)])
-def test_query_heads_find_their_kv_heads_on_their_rank(heads: int, kv_heads: int, size: int) -> None:
-    config = shape(heads, kv_heads)
-    sharding.check_tensor_parallel_size(config, size)
-    seen: list[int] = []
-    for rank in range(size):
-        mine = members(sharding.even_span(heads, rank, size))
-        shared = members(sharding.kv_head_span(config.layers[0].mixer, rank, size))
-        seen += mine
-        assert len(shared) == sharding.num_kv_heads(config.layers[0].mixer, size)
-        for place, head in enumerate(mine):  # attention pairs heads by their places on the rank
-            assert shared[place * len(shared) // len(mine)] == head * kv_heads // heads
-    assert seen == list(range(heads))
 
 
 NEITHER = "4 KV heads can neither be shared evenly nor be copied to equally many ranks each; .*: 1, 2, 4"
@@ -712,46 +565,3 @@ NEITHER = "4 KV heads can neither be shared evenly nor be copied to equally many
 def test_ranks_that_cannot_share_a_model_are_refused(what: str, config: ModelConfig, size: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"{what}_parallel.*{message}"):
         getattr(sharding, f"check_{what}_parallel_size")(config, size)
-
-
-@given(vocab_size=st.integers(1, 5000), size=st.integers(1, 9))
-def test_every_token_is_on_one_rank(vocab_size: int, size: int) -> None:
-    rows = sharding.vocab_rows(vocab_size, size)
-    spans = [members(sharding.vocab_span(vocab_size, rank, size)) for rank in range(size)]
-    assert [token for span in spans for token in span] == list(range(vocab_size))
-    for rank, span in enumerate(spans):
-        assert len(span) <= rows
-        assert not span or span.start == rank * rows  # where gathered logits have them
-    assert rows * size - vocab_size < (16 * size if size > 1 else 1)
-
-
-@given(layers=st.integers(1, 80), vocab=st.sampled_from([64, 2048, 100_000]), data=st.data())
-def test_every_layer_is_on_one_rank(layers: int, vocab: int, data: st.DataObject) -> None:
-    size = data.draw(st.integers(1, layers))
-    config = shape(4, 2, layers=layers, vocab=vocab)
-    sharding.check_pipeline_parallel_size(config, size)
-    spans = [pipeline_layers(config, rank, size) for rank in range(size)]
-    assert [layer for span in spans for layer in span] == list(range(layers))
-    lengths = [len(span) for span in spans]
-    assert min(lengths) >= 1
-    assert max(lengths[:-1], default=0) - min(lengths[:-1], default=0) <= 1
-    assert lengths[:-1] == sorted(lengths[:-1])
-    # the last rank has fewer layers than the others only as far as its logits head makes up for them
-    head = vocab * config.hidden_size / config.layers[0].num_parameters(config.hidden_size)
-    assert max(lengths[:-1], default=0) - lengths[-1] <= head + 1
-
-
-def test_the_logits_head_counts_as_layers() -> None:
-    assert [len(pipeline_layers(LLAMA_8B, rank, 2)) for rank in range(2)] == [17, 15]  # it is as large as 2.4 layers
-    small = dataclasses.replace(LLAMA_8B, vocab_size=1000)
-    assert [len(pipeline_layers(small, rank, 2)) for rank in range(2)] == [16, 16]
-    assert [len(pipeline_layers(small, rank, 3)) for rank in range(3)] == [11, 11, 10]
-
-
-def test_parameters_of_a_layer() -> None:
-    hidden = 4096
-    whole = 2 * hidden * hidden + 2 * hidden * 1024 + 3 * hidden * 14336 + 2 * hidden
-    layer = LLAMA_8B.layers[0]
-    assert layer.num_parameters(hidden) == whole
-    assert layer.num_parameters(hidden, 2) == (whole - 2 * hidden) // 2 + 2 * hidden
-    assert layer.num_parameters(hidden, 16) == (whole - 2 * hidden - 2 * hidden * 1024) // 16 + 2 * hidden * (1 + 128)

@@ -1,7 +1,6 @@
 """Several connectors at once, and the records that travel."""
 
 import itertools
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.fake_connector import ScriptedConnector
 from tests.helpers.faulty_connector import WORKER_POINTS, Faults, FaultyWorker, InjectedError
-from tests.helpers.kv_bench import BLOCKS, TOKENS, Bench, InlineJobs, LateCopies, same, transfer_config
+from tests.helpers.kv_bench import TOKENS, Bench, InlineJobs, transfer_config
 
 from fleetfoot.executor.multiprocess import KVOutputMerger
 from fleetfoot.kv_transfer.blockstore import worker
@@ -42,61 +41,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
         return bench
 
     return make_bench
-
-
-def test_all_save_and_the_one_with_the_most_loads(make: Callable[..., Bench]) -> None:
-    bench = make()
-    request = bench.request("r", TOKENS, BLOCKS)
-    bench.save(request, 0, 2)
-    contents = bench.contents(BLOCKS[:2])
-    bench.step()
-    assert bench.counters["OffloadingConnector.blocks_saved"] == 2
-    assert bench.counters["FilesystemConnector.blocks_saved"] == 2
-    bench.scramble(BLOCKS)
-    again = bench.request("again", TOKENS, [9, 8])
-    assert bench.load(again).loaded == {"again"}  # both have as much: the first loads
-    assert bench.counters["OffloadingConnector.blocks_loaded"] == 2
-    assert same(bench.contents([9, 8]), contents)
-
-    bench.save(bench.request("other", [99, *TOKENS], [2, 0]), 0, 1)  # one block leaves host memory
-    third = bench.request("third", TOKENS, [10, 11])
-    assert bench.load(third).loaded == {"third"}
-    assert bench.counters["FilesystemConnector.blocks_loaded"] == 2
-    assert same(bench.contents([10, 11]), contents)
-
-
-def test_a_block_that_one_flushes_is_not_loaded_into_before(make: Callable[..., Bench]) -> None:
-    """The offloading part loads in `start_load_kv`; the other part must have read the block by then."""
-    bench = make()
-    first, second = bench.request("first", TOKENS[:5], [4]), bench.request("second", [50, *TOKENS[:5]], [4])
-    bench.save(second, 0, 1)
-    bench.scramble([4])
-    contents = bench.contents([4])
-    bench.scheduler.blocks_filled(first, 0, 1, by_this_step=False)
-    assert bench.load(second).loaded == {"second"}
-    other = make(None)
-    assert other.load(other.request("again", TOKENS[:5], [6])).loaded == {"again"}
-    assert same(other.contents([6]), contents)
-
-
-def test_blocks_being_copied_out_are_not_loaded(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    earlier = make(None)
-    earlier.save(earlier.request("other", OTHERS, [3, 7]), 0, 2)
-    others = earlier.contents([3, 7])
-
-    def late_copies(*arguments: Any, shares_blocks: bool) -> LateCopies:
-        assert shares_blocks
-        return LateCopies(*arguments)
-
-    monkeypatch.setattr(worker, "block_copies", late_copies)
-    bench = make(9)
-    bench.save(bench.request("r", TOKENS, BLOCKS), 0, 2)  # the copies to host memory are still to come
-    contents = bench.contents(BLOCKS[:2])
-    assert bench.load(bench.request("other", OTHERS, BLOCKS[:2])).loaded == {"other"}
-    assert same(bench.contents(BLOCKS[:2]), others)
-    assert bench.load(bench.request("again", TOKENS, [9, 8])).loaded == {"again"}
-    assert same(bench.contents([9, 8]), contents)
-    assert bench.counters["OffloadingConnector.blocks_loaded"] == 2
 
 
 request_of = partial(Request, prompt_token_ids=TOKENS, params=SamplingParams(), max_tokens=4, seed=0)
@@ -129,17 +73,6 @@ def test_blocks_are_held_while_any_part_holds_them() -> None:
         assert output is not None and output.sent == {expected}
 
 
-def test_the_first_with_the_most_loads() -> None:
-    parts = [ScriptedConnector({"r": num_tokens}) for num_tokens in (4, 8, 8)]
-    scheduler = MultiScheduler(parts, 4, ONE_GROUP)
-    request = request_of("r")
-    request.block_ids = [7, 5, 3, 1]
-    assert scheduler.get_num_new_matched_tokens(request, 4) == 8
-    scheduler.update_state_after_alloc(request, 4, 8)
-    assert [part.of("reused") for part in parts] == [[([3, 5],)], [], [([3, 5],)]]
-    assert [part.of("load") for part in parts] == [[], [("r", 4, 8, 4)], []]
-
-
 def test_the_order_of_calls_and_a_part_that_raises() -> None:
     one, two = Faults(), Faults()
     step = StepConnector(MultiWorker({"one": FaultyWorker(None, one), "two": FaultyWorker(None, two)}))
@@ -168,15 +101,6 @@ def test_the_order_of_calls_and_a_part_that_raises() -> None:
 def test_metadata_of_another_connector() -> None:
     with pytest.raises(TypeError, match="KV connector metadata is a str; it must be MultiMetadata"):
         MultiWorker({}).bind_connector_metadata("something")
-
-
-def test_metadata_travels(make: Callable[..., Bench]) -> None:
-    bench = make()
-    assert bench.scheduler.request_finished(request_of("r")) == (False, None)  # no part holds its blocks
-    assert step_of(bench.scheduler, "r").kv_connector_metadata is None
-    bench.scheduler.blocks_filled(bench.request("r", TOKENS, BLOCKS), 0, 2, by_this_step=False)
-    metadata = bench.scheduler.build_connector_meta(SchedulerOutput(0, [], [], 0, 0, 0))
-    assert pickle.loads(pickle.dumps(metadata)) == metadata is not None
 
 
 ENDS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["loaded", "failed", "sent"]))

@@ -1,7 +1,6 @@
 """The oracle: the order of its decisions, its reasons, and what follows from settings and the environment."""
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from functools import reduce
 from itertools import product
@@ -20,7 +19,7 @@ from fleetfoot.kv_transfer.base.registry import CONNECTORS, connector_layouts
 from fleetfoot.kv_transfer.vllm.base import KVConnectorBase_V1
 from fleetfoot.plan import oracle
 from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.oracle import Decision, ModelFeatures, UnsupportedFeatureError
+from fleetfoot.plan.oracle import Decision, ModelFeatures
 from fleetfoot.plan.output_settings import output_settings
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.kv_layout import ARENA, BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
@@ -76,13 +75,6 @@ def declare(monkeypatch: pytest.MonkeyPatch, why_not: str, runners: Iterable[str
         monkeypatch.setitem(CAPABILITIES[runner], feature, why_not)
 
 
-@pytest.mark.parametrize("value", ["", "true", "True", "2", "v2", " 1", "01", "no"])
-@pytest.mark.parametrize("settings", [{}, {"model_runner": "v1"}])
-def test_other_values_of_the_variable_are_refused(value: str, settings: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=rf"{VARIABLE} is '{value}'; it can be 0 .*, 1 .* or unset"):
-        ask(environ={VARIABLE: value}, **settings)
-
-
 @pytest.mark.parametrize("environ", [{}, {VARIABLE: "0"}, {VARIABLE: "1"}], ids=str)
 @pytest.mark.parametrize("settings", [{}, {"model_runner": "v1"}, {"model_runner": "v2"}, {"use_v2_model_runner": True},
                                       {"use_v2_model_runner": False}], ids=str)  # fmt: skip
@@ -105,51 +97,12 @@ def test_settings_that_contradict_each_other(runner: Any, use_v2: bool) -> None:
     EngineConfig(model_runner=runner, use_v2_model_runner=not use_v2)
 
 
-def test_v1_is_named_where_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    declare(monkeypatch, "Not in this test.", ("v2",), Feature.PREFIX_CACHING)
-    message = r" is 1, and it does not support what is on:\n.*: Not in this test\.\nModel Runner V1 supports all of it"
-    with pytest.raises(UnsupportedFeatureError, match=message):
-        ask(environ={VARIABLE: "1"}).check()
-    ask(environ={VARIABLE: "0"}).check()
-
-
 LORA: dict[str, Any] = {"enable_lora": True}
 STRANGER = connector("DeclaresNothing")
 TOKEN_MAJOR = connector("DeclaresTokenMajor")
 V2 = {"model_runner": "v2"}
-MISSING: list[tuple[dict[str, Any], list[str]]] = [
-    (
-        {**V2, **LORA, "prefill_context_parallel_size": 4},
-        [
-            "no model runner supports what is on:",
-            "prefill context parallelism (prefill_context_parallel_size is 4): ",
-            "LoRA adapters (enable_lora is on): ",
-            "Leave these settings out",
-        ],
-    ),
-    ({**V2, **STRANGER}, ["no model runner supports", "does not say which KV layouts it accepts"]),
-    ({**V2, **TOKEN_MAJOR}, ["DeclaresTokenMajor accepts token-major-nhd alone", "with model_runner='v1'"]),
-    ({"model_runner": "v1", **TOKEN_MAJOR}, []),
-    ({**V2, "machine": NO_TRITON}, ["written in Triton"]),
-    ({**V2, "machine": NO_TRITON, "device": "cpu"}, []),
-    ({"model_runner": "v1", "machine": NO_TRITON}, []),
-]
 
 
-@pytest.mark.parametrize(("settings", "parts"), MISSING)
-def test_an_explicit_choice_is_never_overridden(settings: dict[str, Any], parts: list[str]) -> None:
-    decision = ask(**settings)
-    assert (decision.runner, decision.explicit) == (settings["model_runner"], True)
-    if not parts:
-        decision.check()
-        return
-    with pytest.raises(UnsupportedFeatureError) as caught:
-        decision.check()
-    assert all(part in str(caught.value) for part in parts)
-    assert all(str(feature) in str(caught.value) for feature in decision.missing)
-
-
-NOTHING = "default of LlamaForCausalLM, and no feature is on that it does not support"
 ACCEPTED = "the KV connector DeclaresTokenMajor accepts token-major-nhd alone"
 LAYOUT = f"V2 keeps its KV cache as arena or block-contiguous-hnd, and {ACCEPTED}"
 POOLING = dataclasses.replace(LLAMA, task="pooling")
@@ -158,20 +111,6 @@ DEFAULTS = ", ".join(oracle.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES)
 ARCHITECTURE = f"OtherForCausalLM is not one of the architectures that V2 is the default of ({DEFAULTS})"
 TRITON = "V2's GPU kernels are written in Triton, and this GPU is to run without it"
 FEATURES = "V2 does not support LoRA adapters (enable_lora is on)"
-ORDER: list[tuple[dict[str, Any], str, str]] = [
-    ({}, "v2", NOTHING),
-    ({"machine": CPU}, "v2", NOTHING),
-    ({"machine": NO_TRITON, "device": "cpu"}, "v2", NOTHING),
-    (TOKEN_MAJOR, "v1", LAYOUT),
-    ({**TOKEN_MAJOR, **LORA, "model": OTHER, "machine": NO_TRITON}, "v1",
-     f"{LAYOUT}; {ARCHITECTURE}; the task is pooling, and V2 only generates; {TRITON}; {FEATURES}"),
-    ({"model": dataclasses.replace(OTHER, task="generate")}, "v1", ARCHITECTURE),
-    ({"model": POOLING}, "v1", "the task is pooling, and V2 only generates"),
-    ({"machine": NO_TRITON}, "v1", TRITON),
-    ({**LORA, "machine": NO_TRITON}, "v1", f"{TRITON}; {FEATURES}"),
-    (LORA, "v1", FEATURES),
-    ({"kv_offloading_size": 2}, "v2", NOTHING),
-]  # fmt: skip
 
 
 @pytest.fixture
@@ -181,25 +120,6 @@ def runners_that_call_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     declare(monkeypatch, "", ("v1",), Feature.LORA, Feature.POOLING)
     entry = dataclasses.replace(oracle.ARCHITECTURES["LlamaForCausalLM"], default_on_v2=False)
     monkeypatch.setitem(oracle.ARCHITECTURES, OTHER.architecture, entry)
-
-
-@pytest.mark.usefixtures("runners_that_call_connectors")
-@pytest.mark.parametrize(("settings", "runner", "reason"), ORDER)
-def test_the_order_of_decisions(settings: dict[str, Any], runner: str, reason: str) -> None:
-    decision = ask(**settings)
-    assert (decision.runner, decision.explicit) == (runner, False)
-    assert decision.reasons[0].removesuffix(".").endswith(reason)
-    assert decision.reasons[0].startswith(f"Model Runner {runner.upper()} runs: ")
-    assert decision.warnings == (decision.reasons if runner == "v1" and settings != {"model": POOLING} else ())
-    assert all(sentence.endswith(".") and sentence[0].isupper() for sentence in decision.reasons)
-
-
-def test_defaults_of_v2() -> None:
-    defaults = oracle.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES
-    assert defaults == tuple(oracle.ARCHITECTURES)
-    assert {ask(ModelFeatures(name)).runner for name in defaults} == {"v2"}
-    assert "kernels in C or in torch" in ask(machine=CPU).reasons[1]
-    assert len(ask(machine=GPU).reasons) == len(ask(machine=CPU, model_runner="v1").reasons) == 1
 
 
 @pytest.mark.parametrize(
@@ -222,28 +142,6 @@ def test_what_a_checkpoint_requires(content: dict[str, Any], found: str) -> None
     assert features.architecture == "AnyForCausalLM"
     assert (features.has_experts, features.is_hybrid) == (found == "experts", found == "hybrid")
     assert features.quantization == (found if found not in ("", "experts", "hybrid") else None)
-
-
-def test_what_no_runner_supports_runs_on_none() -> None:
-    for settings in ({}, {"model_runner": "v1"}, {"model_runner": "v2"}):
-        decision = ask(enable_lora=True, model=ModelFeatures("GPT2LMHeadModel", has_experts=True), **settings)
-        parts = "LoRA adapters (enable_lora is on)"
-        expected = f"No model runner supports the architecture GPT2LMHeadModel, {parts}."
-        assert (decision.reasons, decision.warnings) == ((expected,), ())
-        with pytest.raises(UnsupportedFeatureError, match="no model runner supports what is on:") as caught:
-            decision.check()
-        assert "Model Runner V" not in str(caught.value)
-
-
-def test_one_warning_names_every_feature_that_v2_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    declare(monkeypatch, "", ("v1",), Feature.LORA, Feature.PROMPT_EMBEDDINGS)
-    decision = ask(machine=CPU, enable_lora=True, model=ODD_BLOCKS, enable_prompt_embeds=True)
-    assert decision.warnings == decision.reasons
-    (warning,) = decision.warnings
-    assert all(name in warning for name in ("quantized weights", "LoRA adapters", "prompt embeddings"))
-    assert ask(machine=NO_TRITON).warnings == ask(machine=NO_TRITON).reasons
-    for quiet in (ask(), ask(model_runner="v2", enable_lora=True)):
-        assert quiet.warnings == ()
 
 
 @pytest.mark.usefixtures("runners_that_call_connectors")
@@ -335,13 +233,6 @@ def test_layouts_that_do_not_exist(monkeypatch: pytest.MonkeyPatch, required: An
         ask(**connector("Theirs"))
 
 
-def test_a_runner_without_connectors_does_not_start_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    declare(monkeypatch, "Not in this test.", ("v1", "v2"), Feature.KV_CONNECTOR)
-    decision = ask(**connector("SharedStorageConnector", None))
-    assert decision.runner == "v1" and "No model runner supports KV connectors (" in decision.reasons[0]
-    assert [feature.name for feature in decision.missing] == ["KV connectors"]
-
-
 @pytest.mark.usefixtures("runners_that_call_connectors")
 def test_of_several_connectors_one_that_refuses_decides() -> None:
     ours, theirs, other = (
@@ -370,25 +261,6 @@ def test_of_several_connectors_one_that_refuses_decides() -> None:
 
 
 ROLES = "kv_role (kv_producer, kv_consumer, kv_both)"
-KNOWN = f"kv_connector ({', '.join(CONNECTORS)})"
-EXTRA = {"kv_connector_extra_config": {"a": 1}, "kv_port": 5}
-
-
-@pytest.mark.parametrize(
-    ("settings", "absent", "given", "needed"),
-    [
-        ({}, None, None, None),
-        ({"kv_load_failure_policy": "recompute"}, None, None, None),  # the default
-        (EXTRA, "kv_connector and no kv_role", "kv_connector_extra_config {'a': 1}, kv_port 5", f"{KNOWN} and {ROLES}"),
-        ({"kv_connector": "Mine"}, "kv_role", "kv_connector 'Mine'", ROLES),
-        ({"kv_role": "kv_producer"}, "kv_connector", "kv_role 'kv_producer'", KNOWN),
-    ],
-)
-def test_a_connector_without_name_or_role_is_not_active(settings: Any, absent: Any, given: Any, needed: Any) -> None:
-    decision = ask(kv_transfer_config=settings)
-    assert (decision.runner, decision.unsupported) == ("v2", ())
-    expected = f"it has no {absent}: nothing comes of {given}. Set {needed}, or leave kv_transfer_config out."
-    assert [warning.endswith(expected) for warning in decision.warnings] == [True] * (absent is not None)
 
 
 DRAFT = {"num_speculative_tokens": 3, "model": "a/draft"}
@@ -423,32 +295,6 @@ REQUIRING: dict[Feature, dict[str, Any]] = {
     Feature.LOGITS_PROCESSORS: {"logits_processors": ["module:Class"]},
 }
 PLAIN: dict[str, Any] = {"enable_chunked_prefill": False, "enable_prefix_caching": False}
-
-
-@pytest.mark.parametrize("feature", REQUIRING, ids=lambda feature: feature.name)
-def test_required_features(feature: Feature) -> None:
-    settings = {**PLAIN, **REQUIRING[feature]}
-    model = settings.pop("model", LLAMA)
-    required = oracle.required_features(EngineConfig(**settings), model)
-    assert set(required) == {feature, Feature.PREEMPTION}
-    assert required[feature]
-    for runner in ("v1", "v2"):
-        why_not = CAPABILITIES[runner][feature]
-        lacking = [(entry.name, entry.why_not) for entry in oracle.unsupported_features(runner, required)]
-        assert lacking == ([(feature.value, why_not)] if why_not else [])
-
-
-def test_a_quantized_checkpoint_requires_a_feature() -> None:
-    required = oracle.required_features(EngineConfig(), ModelFeatures("LlamaForCausalLM", quantization="awq"))
-    assert required[Feature.QUANTIZED_WEIGHTS] == "the checkpoint's weights are quantized, awq"
-
-
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_every_feature_is_declared_in_sentences(runner: str) -> None:
-    declared = CAPABILITIES[runner]
-    assert set(declared) == set(Feature)
-    for feature, why_not in declared.items():
-        assert not why_not or (why_not[0].isupper() and why_not.endswith(".")), feature
 
 
 SETTINGS = [{}, *({**settings} for settings in REQUIRING.values() if "model" not in settings), STRANGER]
@@ -487,24 +333,6 @@ def test_the_plan_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_plan(EngineConfig(device="cpu"), CPU).use_v2_model_runner
     monkeypatch.delenv(VARIABLE)
     assert resolve_plan(EngineConfig(device="cpu"), CPU).explicit is False
-
-
-def test_what_depends_on_the_runner_follows_the_plan() -> None:
-    v1, v2 = (resolve_plan(EngineConfig(model_runner=runner), GPU, environ={}) for runner in ("v1", "v2"))
-    assert (v1.async_scheduling, v2.async_scheduling) == (False, True)
-    assert v1.capture_table.graphs == () and v2.capture_table.graphs
-    assert v1.memory.state_bytes_per_block == 0 < v2.memory.state_bytes_per_block
-    assert not resolve_plan(EngineConfig(enforce_eager=True), GPU, environ={}).capture_table.graphs
-
-
-def test_settings_may_be_json_or_a_dictionary() -> None:
-    settings = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"a": [1]}}
-    forms: tuple[Any, ...] = (settings, json.dumps(settings), KVTransferConfig(**settings))  # type: ignore[arg-type]
-    first, *others = (EngineConfig(kv_transfer_config=form) for form in forms)
-    assert others == [first, first]
-    assert first.kv_transfer_config is not None and first.kv_transfer_config.is_active
-    assert dataclasses.replace(first, seed=1).kv_transfer_config == first.kv_transfer_config
-    hash(first)
 
 
 KV = "kv_transfer_config"

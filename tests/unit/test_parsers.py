@@ -465,16 +465,6 @@ def test_the_split_makes_no_difference(tools, reasoning, is_open, text, cuts, is
     assert parse(make(tools, reasoning, prompt), split(text, cuts), is_cut=is_cut) == whole
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.sampled_from(sorted(set(TOOL_FORMATS) - {"openai"})), st.lists(st.sampled_from(FRAGMENTS), max_size=6))
-def test_text_without_calls_is_content(tools, fragments):
-    text = "".join(fragments)
-    for token in SPECIALS:
-        text = text.replace(token, "")
-    content, reasoning, calls = parse(make(tools), [text])
-    assert calls or (content, reasoning) == (text, "")
-
-
 @pytest.mark.parametrize("case", TRANSCRIPTS, ids=lambda case: f"{case.tools}-{case.reasoning}")
 def test_a_cut_text_keeps_what_there_is(case):
     """The message of a prefix of the text begins that of the whole: half a mark is no content."""
@@ -515,13 +505,6 @@ def test_values_without_quotes_have_the_types_of_the_schema(schema, text, value)
 
 def test_later_calls_are_dropped():
     assert [name for name, _ in parse(make(max_calls=1), [CALLS])[2]] == ["get_weather"]
-
-
-def test_ids():
-    for tools, text, length in (("mistral", f"[TOOL_CALLS]{CALLS}", 9), ("json", CALLS, 29)):
-        ids = [call.id for call in make(tools).feed(text, []).tool_calls]
-        assert len(set(ids)) == 2
-        assert {len(one) for one in ids} == {length}
 
 
 def test_ids_that_a_model_writes():
@@ -645,15 +628,6 @@ def test_a_template_of_one_call_has_one_forced_call(source):
     expected = ChatFormats(tokenizer).expect(None, use, SamplingParams(), [])
     calls = expected.parse('{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}').tool_calls
     assert len(calls) == (1 if "single" in source else 2)
-
-
-def test_parsers_by_name():
-    form = message_format("", SPECIALS, "qwen3_xml", "deepseek_v3")
-    assert form.tools == TOOL_FORMATS["qwen3_coder"]
-    with pytest.raises(ValueError, match=r"tool_call_parser is 'xyz'; it must be one of .*hermes"):
-        message_format("", SPECIALS, "xyz")
-    with pytest.raises(ValueError, match=r"reasoning_parser is 'xyz'; it must be one of .*qwen3"):
-        message_format("", SPECIALS, None, "xyz")
 
 
 def test_special_tokens_are_kept_for_their_formats_alone():

@@ -16,9 +16,8 @@ from tests.helpers.specs import changed, model_config
 from fleetfoot.cli.plan import plan_report
 from fleetfoot.cli.plan_text import plan_text
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import DTYPE_BYTES, BranchNorms, ModelConfig, RopeConfig
+from fleetfoot.config.model import DTYPE_BYTES, BranchNorms, ModelConfig
 from fleetfoot.config.sharding import vocab_rows
-from fleetfoot.distributed import peer_memory_words
 from fleetfoot.distributed.groups import Groups
 from fleetfoot.executor.worker import Worker
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
@@ -36,7 +35,6 @@ from fleetfoot.runner.v2.device import CpuDevice
 from fleetfoot.runner.v2.grammar_masks import GrammarMasks
 from fleetfoot.runner.v2.input_batch import InputBuffers
 from fleetfoot.runner.v2.state import DeviceState
-from fleetfoot.speculative.find import DrafterShape
 
 SMALL = model_config("LlamaForCausalLM", 101, 48, 80, 3, 4, 2, 12, 256)
 LLAMA_8B = model_config("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
@@ -88,21 +86,6 @@ def test_the_kv_cache_is_what_its_layout_takes(dtype: str) -> None:
     assert memory.kv_block_bytes(shape_of(model, "cpu", EngineConfig(block_size=4))) == layout.bytes_per_block
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_parts_add_up(device: str, runner: str) -> None:
-    plan = fit_engine(shape_of(LLAMA_8B, device, runner=runner), 80 * GIB)[1]
-    assert list(plan.parts()) == PARTS
-    assert sum(plan.parts().values()) + plan.left == plan.budget
-    assert plan.budget == (80 * GIB if device == "cpu" else int(80 * GIB * 0.9))
-    assert all(size >= 0 for size in plan.parts().values()) and plan.left >= 0
-    assert plan.num_tokens == plan.num_blocks * 16
-    assert (plan.parts()["graphs"] > 0) == (device == "cuda" and runner == "v2")
-    assert (plan.parts()["driver"] > 0) == (device == "cuda")
-    assert plan.parts()["communication"] == 0
-    assert plan.stage(0) is plan
-
-
 def test_more_blocks_than_tensor_maps_address_are_refused() -> None:
     sizes: dict[str, Any] = {"max_num_seqs": 10**6, "max_num_batched_tokens": 10**6}
     reachable = fitted(1 << 60, kv_cache_memory_bytes=1 << 58, **sizes).num_blocks
@@ -110,28 +93,6 @@ def test_more_blocks_than_tensor_maps_address_are_refused() -> None:
     with pytest.raises(ValueError, match="num_gpu_blocks_override") as refusal:
         fitted(1 << 60, num_gpu_blocks_override=reachable + 1)
     assert f"{reachable + 1:,}" in str(refusal.value) and f"{reachable:,}" in str(refusal.value)
-
-
-def test_only_default_steps_of_a_cpu_are_paced() -> None:
-    explicit, whole = EngineConfig(max_num_batched_tokens=4096), EngineConfig(enable_chunked_prefill=False)
-    cases = (("cpu", None), ("cuda", None), ("cpu", explicit), ("cpu", whole))
-    steps = [shape_of(SMALL, device, config).prompt_step_s for device, config in cases]
-    assert steps == [0.016, None, None, None]
-
-
-def test_a_captured_full_step_keeps_all_its_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(max_num_batched_tokens=3000)
-    full = shape_of(TINYLLAMA, config=config)
-    assert full.capture_table.full_step == 3000
-    monkeypatch.setattr("fleetfoot.plan.memory._FULL_STEP_PRODUCTS", 0)
-    shape = shape_of(TINYLLAMA, config=config)
-    assert shape.capture_table.most_tokens == shape.capture_table.mixed[-1] == 1024
-    others = {*full.capture_table.mixed} - {*shape.capture_table.mixed}  # between 1,024 and 3,000
-    nodes_and_hidden = sum(22 * 96 * 1024 + tokens * 2048 * 2 for tokens in (3000, *others))
-    more = memory.graph_bytes(full) - memory.graph_bytes(shape)
-    share = 1 - 1024 / 3000
-    assert more == pytest.approx(share * memory.activation_bytes(shape) + nodes_and_hidden, abs=2)
-    assert memory.graph_bytes(shape_of(TINYLLAMA, config=EngineConfig(enforce_eager=True))) == 0
 
 
 BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
@@ -178,73 +139,6 @@ def test_weights_of_a_rank(device: str, tensor_size: int, pipeline_size: int, ch
         assert memory.kv_block_bytes(stage) == layout.bytes_per_block
 
 
-def test_a_drafter_is_with_the_last_rank() -> None:
-    specs = (KVCacheSpec(2, 64), *[KVCacheSpec(4, 32)] * 3)
-    drafter = DrafterShape(num_drafts=4, weight_bytes=1000, kv_specs=specs)
-    plain = shape_of(LLAMA_8B, "cuda", EngineConfig(pipeline_parallel_size=2))
-    first, last = dataclasses.replace(plain, drafter=drafter).stages()
-    plain_first, plain_last = plain.stages()
-    for num_bytes in (memory.kv_block_bytes, memory.weight_bytes):
-        assert num_bytes(first) == num_bytes(plain_first)
-    assert memory.weight_bytes(last) == memory.weight_bytes(plain_last) + 1000
-    layout = KVLayout(1, 16, "bfloat16", (*[KVCacheSpec(8, 128)] * 15, *specs))
-    assert memory.kv_block_bytes(last) == layout.bytes_per_block > memory.kv_block_bytes(plain_last)
-    assert footprint(last)["rotary_table"] - footprint(plain_last)["rotary_table"] == 4 * 128 * 4
-    assert footprint(last)["sampling_scratch"] > footprint(plain_last)["sampling_scratch"]
-    assert footprint(first)["sampling_scratch"] == 0
-
-
-@pytest.mark.parametrize(("num_ranks", "num_tables"), [(1, [3]), (2, [2, 2]), (6, [1] * 6)])
-def test_layers_with_equal_ropes_share_a_table(num_ranks: int, num_tables: list[int]) -> None:
-    ropes = (RopeConfig(), RopeConfig(theta=3.0), RopeConfig(), None, RopeConfig(), None)
-    model = changed(SMALL, num_layers=6, layer_ropes=ropes)
-    ops = cpu_kernels()
-    context = ModelContext(ops, ops.attention, torch.float32, torch.device("cpu"), max_positions=256)
-    for stage, count in zip(
-        shape_of(model, "cpu", EngineConfig(pipeline_parallel_size=num_ranks)).stages(), num_tables, strict=True
-    ):
-        layers = model_class(model)(model, context, stage.layers).model.layers.values()
-        assert len({layer.self_attn.paged.rotary.cos_sin.data_ptr() for layer in layers}) == count
-        assert footprint(stage)["rotary_table"] == count * 256 * 12 * 4
-
-
-def test_buffers_between_ranks() -> None:
-    tensor = shape_of(LLAMA_8B, "cuda", EngineConfig(tensor_parallel_size=2))
-    words = peer_memory_words(2, LLAMA_8B.hidden_size * 2)
-    assert memory.communication_bytes(tensor) - words * 8 == 1008 << 20  # NCCL's own
-    step = 2048 * 48 * 4
-    pipeline = shape_of(SMALL, "cpu", EngineConfig(pipeline_parallel_size=3))
-    assert [memory.communication_bytes(stage) for stage in pipeline.stages()] == [step, 2 * step, step]
-    on_gpus = shape_of(SMALL, "cuda", EngineConfig(pipeline_parallel_size=2))
-    first, last = (memory.communication_bytes(stage) for stage in on_gpus.stages())
-    step = on_gpus.max_num_batched_tokens * 48 * DTYPE_BYTES[on_gpus.dtype]
-    assert last - first == step  # both have room for what the other writes
-    assert first - step == 2 * (760 << 20)  # NCCL's own, to the other rank and from it
-    assert memory.communication_bytes(shape_of(SMALL, "cpu", EngineConfig(tensor_parallel_size=2))) == 0
-
-
-def test_ranks_share_the_work() -> None:
-    whole, half, replicated = (fitted(80 * GIB, tensor_parallel_size=size) for size in (1, 2, 16))
-    assert half.bytes_per_block * 2 == whole.bytes_per_block == 8 * replicated.bytes_per_block  # of 8 KV heads
-    assert half.footprint["weights"] < 0.51 * whole.footprint["weights"]
-    assert half.footprint["activations"] < 0.7 * whole.footprint["activations"]
-    assert half.num_blocks > 2 * whole.num_blocks
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("settings", [{}, {"kv_cache_memory_bytes": GIB}, {"num_gpu_blocks_override": 50}], ids=str)
-def test_all_pipeline_ranks_have_as_many_blocks(device: str, settings: dict[str, Any]) -> None:
-    plan = fitted(80 * GIB, device=device, pipeline_parallel_size=2, **settings)
-    first, last = plan.stages
-    assert first.num_blocks == last.num_blocks == plan.num_blocks > 0
-    assert (first.bytes_per_block, last.bytes_per_block) == (17 * 65536, 15 * 65536)
-    assert plan.stage(1) is last and last.footprint["sampling_scratch"] > first.footprint["sampling_scratch"] == 0
-    assert all(stage.left >= 0 for stage in plan.stages)
-    assert plan.left == min(first.left, last.left)
-    if "kv_cache_memory_bytes" in settings:
-        assert plan.num_blocks == GIB // first.bytes_per_block
-
-
 def test_ranks_that_cannot_share_a_model_are_refused() -> None:
     for settings, message in (
         ({"tensor_parallel_size": 4}, r"tensor_parallel_size is 4, but 6 attention heads .*: 1, 2$"),
@@ -252,18 +146,6 @@ def test_ranks_that_cannot_share_a_model_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             resolve_plan(EngineConfig(**settings), Machine(3 * GIB), environ={})
-
-
-def test_ranks_on_a_cpu_share_its_memory() -> None:
-    whole = resolve_plan(EngineConfig(max_num_seqs=4), Machine(3 * GIB), environ={}, config_only=True)
-    ranks = EngineConfig(max_num_seqs=4, tensor_parallel_size=2, pipeline_parallel_size=3)
-    plan = resolve_plan(ranks, Machine(3 * GIB), environ={}, config_only=True)
-    assert plan.memory.total == whole.memory.total // 6
-    report = plan_report(plan)
-    assert [stage["ranks"] for stage in report["parallel"]["stages"]] == [[0, 1], [2, 3], [4, 5]]
-    assert [stage["layers"] for stage in report["parallel"]["stages"]] == [[0, 2], [3, 5], [6, 7]]
-    assert report["kv_layout"]["shape"][1:4] == [3, 2, 1]
-    assert "0-1: layers 0-2, 3 heads and 1 KV heads each" in plan_text("story-llama", report)
 
 
 def test_workers_that_restart_on_a_gpu_have_processes_of_their_own() -> None:
@@ -283,45 +165,6 @@ def test_workers_that_restart_on_a_gpu_have_processes_of_their_own() -> None:
         EngineConfig(on_error="restart", nnodes=2, tensor_parallel_size=2)
 
 
-def test_a_gpu_is_filled() -> None:
-    plan = fitted(80 * GIB)
-    assert plan.left < plan.bytes_per_block + plan.state_bytes_per_block
-    assert plan.kv_reason == "what gpu_memory_utilization leaves"
-    more = fitted(80 * GIB, gpu_memory_utilization=0.95)
-    assert more.budget - plan.budget == pytest.approx(0.05 * 80 * GIB, abs=2)
-    assert more.num_blocks > plan.num_blocks
-
-
-def test_no_more_than_can_be_used() -> None:
-    plan = fitted(80 * GIB, TINYLLAMA, max_num_seqs=8, max_model_len=1000)
-    assert plan.num_blocks == 8 * 63
-    assert "as much as max_num_seqs requests" in plan.kv_reason
-    assert plan.concurrency(1000, 8) == 8 == plan.concurrency(10, 8)
-
-
-def test_a_cpu_gives_a_share_and_never_more_than_its_limit() -> None:
-    weights = memory.weight_bytes(shape_of(LLAMA_8B, "cpu"))  # of 15 GiB
-    plan = fitted(20 * GIB, device="cpu")
-    assert 0 <= int((20 * GIB - weights) * 0.4) - plan.kv_cache < plan.bytes_per_block
-    assert fitted(200 * GIB, device="cpu").kv_cache == 4 * GIB
-    chosen = fitted(200 * GIB, device="cpu", kv_cache_memory_bytes=10 * GIB)
-    assert (chosen.kv_cache, chosen.kv_reason) == (10 * GIB, "kv_cache_memory_bytes")
-    assert fitted(200 * GIB, device="cpu", num_gpu_blocks_override=7).num_blocks == 7
-
-
-def test_a_max_model_len_in_the_settings_must_fit() -> None:
-    for total, settings in ((24, {}), (30, {"max_num_seqs": 4}), (80, {"num_gpu_blocks_override": 40})):
-        shape, plan = fitted_engine(total * GIB, **settings)
-        assert 256 <= shape.max_model_len <= plan.num_tokens < LLAMA_8B.max_position_embeddings
-        if not settings:  # the longest: one block more has no room
-            with pytest.raises(MemoryPlanError):
-                fitted_engine(total * GIB, max_model_len=shape.max_model_len + 16)
-        fitted_engine(total * GIB, **settings, max_model_len=shape.max_model_len)
-    assert fitted_engine(80 * GIB)[0].max_model_len == LLAMA_8B.max_position_embeddings
-    with pytest.raises(MemoryPlanError, match=r"max_model_len is 131,072, but the KV cache has room for [\d,]+ tokens"):
-        fitted(24 * GIB, max_model_len=131072)
-
-
 def test_blocks_that_fit_after_loading() -> None:
     plan = fitted(80 * GIB)
     taken, block = plan.taken_by_loading, plan.bytes_per_block + plan.state_bytes_per_block
@@ -329,16 +172,6 @@ def test_blocks_that_fit_after_loading() -> None:
     assert plan.fitting_blocks(taken - GIB) > plan.num_blocks  # the worker keeps to the plan
     assert plan.fitting_blocks(taken + GIB) == plan.num_blocks - round(GIB / block + 0.5)
     assert plan.fitting_blocks(plan.budget) < 1
-
-
-def test_the_worker_takes_what_was_planned() -> None:
-    machine = Machine(3 * GIB, has_native=Machine.detect().has_native)
-    plan = resolve_plan(EngineConfig(max_num_seqs=4, skip_tokenizer_init=True), machine, environ={})
-    worker = Worker(plan)
-    worker.start()
-    layout = worker.layout
-    assert layout.num_blocks == plan.memory.num_blocks == 4 * 128
-    assert layout.num_bytes == plan.memory.kv_cache
 
 
 def test_memory_of_an_engine_that_ended_is_freed_first(monkeypatch: pytest.MonkeyPatch) -> None:

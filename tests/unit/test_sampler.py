@@ -10,11 +10,9 @@ from tests.helpers.recording_device import NoValues
 
 from fleetfoot.kernels import sampling
 from fleetfoot.kernels.sampling import sample as filters
-from fleetfoot.kernels.sampling.gumbel import gumbel_noise
 from fleetfoot.kernels.sampling.sample import RandomRows, sample_cpu, sample_torch
 from fleetfoot.kernels.sampling.token_logprobs import LogprobRows, token_logprobs_cpu, token_logprobs_torch
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import RowLogprobs
 from fleetfoot.sampling.request_params import request_seed
 from fleetfoot.sampling.sampler_v1 import SamplingMetadata, SamplingRow, process_logits, sample
 
@@ -36,55 +34,8 @@ def draw(logits, count, **params):
     return torch.bincount(run(logits.expand(count, -1), *rows).token_ids, minlength=logits.shape[-1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_greedy_takes_the_highest_and_the_lowest_id_among_equals(dtype):
-    logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [7.0, 1.0, 0.0, 7.0]], dtype=dtype)
-    output = run(logits, row(temperature=0), row(temperature=0, top_k=1, top_p=0.1, min_p=1.0))
-    assert output.token_ids.tolist() == [1, 0] and output.token_ids.dtype == torch.int64
-    assert output.logprobs is None and not output.invalid.any()
-
-
 BAD_WORDS = {"bad_words": [[1], [5, 2], [3, 5, 2]]}  # 1 is never generated; (3, 5, 2) is longer than some outputs
 STOP = {"min_tokens": 2, "stop": (1, 2)}
-
-
-@pytest.mark.parametrize(
-    ("logits", "tokens", "params", "expected"),
-    [
-        ([9.0, 1.0, 3.0, 2.0], [1], {"allowed_token_ids": [1, 3]}, 3),
-        ([0.0, 1.0, 2.0], [1], {"logit_bias": {0: 2.5}}, 0),
-        ([0.0, 1.0, 2.0], [1], {"logit_bias": {"2": -1e9}}, 1),
-        ([3.0, 4.0, 5.0, 0.0, 0.0, 0.0], [9, 9], BAD_WORDS, 2),  # no prefix of a bad word: the highest
-        ([3.0, 4.0, 5.0, 0.0, 0.0, 0.0], [9, 9, 5], BAD_WORDS, 0),  # 2 would complete (5, 2)
-        ([3.0, 4.0, 5.0, 0.0, 0.0, 0.0], [9, 5], BAD_WORDS, 2),  # a prompt is not output
-        ([3.0, 4.0, 5.0, 0.0, 0.0, 0.0], [9, 9, 5, 4], BAD_WORDS, 2),
-        *(([0.0, 5.0, 4.0, 3.0], [7, 7, *[3] * n], STOP, 3 if n < 2 else 1) for n in range(4)),
-    ],
-    ids=str,
-)
-def test_logits_processors_decide_the_token(logits, tokens, params, expected):
-    others = [0.0] * (len(logits) - 1) + [1.0]  # a row beside it is not affected
-    output = run(
-        torch.tensor([logits, others]), row(tokens, min(2, len(tokens)), temperature=0, **params), row(temperature=0)
-    )
-    assert output.token_ids.tolist() == [expected, len(logits) - 1]
-
-
-def test_refresh_follows_the_tokens():
-    logits = torch.tensor([[0.0, 5.0, 4.0, 3.0]] * 3)
-    rows = [row([7], 1, temperature=0, min_tokens=1, stop=(1,)), row([7, 7], 2, seed=3)]
-    rows.append(row([1, 1], 2, temperature=0, presence_penalty=1.5))
-    metadata = SamplingMetadata.build(rows, CPU)
-    assert sample(logits, metadata).token_ids[[0, 2]].tolist() == [2, 1]
-    for one in rows:
-        one.token_ids.append(1)
-    fresh, again = metadata.refresh(), SamplingMetadata.build(rows, CPU)
-    assert sample(logits, fresh).token_ids.tolist() == sample(logits, again).token_ids.tolist()
-    assert sample(logits, fresh).token_ids[[0, 2]].tolist() == [1, 2]
-    assert fresh.random.positions.tolist() == [2, 3, 3]
-
-
-LOGITS = torch.tensor([2.0, 1.5, 1.4, 0.3, 0.0, -0.4, -1.0, -2.5])
 
 
 def kept(scores, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -112,50 +63,6 @@ def fits(observed, expected):
         cells.append((sum(o for o, _ in small), max(sum(e for _, e in small), 1.0)))
     freedom = len(cells) - 1
     return sum((o - e) ** 2 / e for o, e in cells) < freedom + 4 * math.sqrt(2 * freedom)
-
-
-def test_the_test_of_fit_refuses_another_distribution():
-    assert not fits(draw(LOGITS, 8000).tolist(), [p * 8000 for p in kept(LOGITS.tolist(), temperature=1.1)])
-
-
-DRAWS = [
-    *({"temperature": temperature} for temperature in (0.5, 1.0, 3.0)),
-    *({name: value} for name, value in (("top_k", 3), ("top_p", 0.7), ("min_p", 0.2))),
-    {"temperature": 1.5, "top_k": 6, "top_p": 0.8},
-    {"temperature": 0.8, "top_k": 5, "top_p": 0.95, "min_p": 0.1},
-]
-
-
-@pytest.mark.parametrize("params", DRAWS, ids=str)
-def test_draws_follow_the_distribution(params):
-    count = 8000
-    observed = draw(LOGITS, count, **params).tolist()
-    expected = [p * count for p in kept(LOGITS.tolist(), **params)]
-    assert not any(o for o, e in zip(observed, expected, strict=True) if e == 0)
-    assert fits(observed, expected)
-
-
-def test_draws_along_one_sequence_follow_the_distribution():
-    count, shared = 4000, SamplingParams()
-    rows = [SamplingRow(shared, 77, range(position), 1) for position in range(1, count + 1)]
-    observed = torch.bincount(run(LOGITS.expand(count, -1), *rows).token_ids, minlength=len(LOGITS)).tolist()
-    assert fits(observed, [p * count for p in kept(LOGITS.tolist())])
-
-
-def test_a_draw_is_the_argmax_of_score_plus_noise():
-    logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(6)) * 3
-    rows = [row(range(i + 1), 1, seed=2**64 - 1 - i, temperature=0.7) for i in range(20)]
-    seeds, positions = torch.arange(-1, -21, -1), torch.arange(1, 21)
-    scores = (logits - logits.amax(dim=-1, keepdim=True)) / 0.7
-    expected = (scores + gumbel_noise(seeds, positions, 50)).argmax(dim=-1)
-    assert torch.equal(run(logits, *rows).token_ids, expected)
-
-
-@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e30])
-def test_extreme_temperatures_are_exact(temperature):
-    logits = torch.tensor([1e4, 1e4 - 1, -1e4])
-    counts = draw(logits, 300, temperature=temperature).tolist()
-    assert (counts == [300, 0, 0]) if temperature < 1 else all(count > 60 for count in counts)
 
 
 def remaining(scores):
@@ -209,18 +116,6 @@ def test_invalid_rows_are_flagged_and_do_not_affect_others(temperature, value):
     assert 0 <= output.token_ids[1].item() < 40
 
 
-@pytest.mark.parametrize("params", [{}, {"allowed_token_ids": [3]}, {"logit_bias": {1: -5.0}}, {"top_k": 2}], ids=str)
-@pytest.mark.parametrize("temperature", [0, 1.0])
-def test_one_nan_is_enough(temperature, params):
-    logits = torch.randn(1, 40)
-    logits[0, 17] = math.nan
-    assert run(logits, row(temperature=temperature, **params)).invalid.tolist() == [True]
-
-
-def test_a_row_without_allowed_tokens_is_flagged():
-    assert run(torch.zeros(1, 4), row(allowed_token_ids=[2], bad_words=[[2]])).invalid.tolist() == [True]
-
-
 def test_wrong_number_of_rows():
     with pytest.raises(ValueError, match="logits have 2 rows and the sampling metadata 1"):
         run(torch.zeros(2, 4), row())
@@ -249,25 +144,6 @@ def test_the_reference_equals_the_cpu_without_host_synchronisation(filtered):
         logprobs = token_logprobs_torch(logits, expected, 5, of_rows)
     assert token_ids.tolist() == expected.tolist() and invalid.tolist() == expected_invalid.tolist()
     assert torch.equal(logprobs, expected_logprobs)
-
-
-def test_logprobs_are_the_models_own_and_only_of_rows_with_logprobs():
-    logits = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0], [3.0, 2.0, 1.0]])
-    rows = [row(temperature=0, logprobs=1, logit_bias={0: 50}), row(), row(temperature=0, logprobs=0)]
-    metadata = SamplingMetadata.build(rows, CPU)
-    assert metadata.logprobs == {0: 1, 2: 0}
-    first, second = map(RowLogprobs.unpack, sample(logits, metadata).logprobs.to_rows([1, 0]))
-    assert (first.token_ids, first.rank, second.token_ids, second.rank) == ([0, 2], 3, [0], 1)
-    assert first.logprobs == pytest.approx(logits.log_softmax(dim=-1)[0, [0, 2]].tolist())
-
-
-def test_plain_batches_skip_processors_and_filters():
-    greedy = SamplingMetadata.build([row(temperature=0), row(temperature=0, top_p=0.5)], CPU)
-    plain = SamplingMetadata.build([row(), row(temperature=0, top_k=2)], CPU)
-    assert greedy.random is None and not greedy.logprobs
-    assert plain.random.temperatures.tolist() == [1, 0] and plain.random.filters is None
-    logits = torch.zeros(2, 3)
-    assert process_logits(logits, greedy) is process_logits(logits, plain) is logits
 
 
 VOCAB = 37

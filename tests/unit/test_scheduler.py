@@ -49,29 +49,6 @@ def test_the_longest_of_few_decodes_or_beside_a_prompt() -> None:
     drive.update(output)
 
 
-def test_rows_limit_the_running_requests() -> None:
-    drive = Drive(scheduler_of(max_num_seqs=2), *(request_of(name, 2, max_tokens=2) for name in "abc"))
-    assert [drive.step(), drive.step()] == [{"a": 2, "b": 2}, {"a": 1, "b": 1}]
-    output = drive.schedule()
-    assert drive.batch(output) == {"c": 2}
-    assert {name for name, _ in output.finished} == output.finished_req_ids == {"a", "b"}
-
-
-def test_no_request_overtakes_one_that_does_not_fit() -> None:
-    drive = Drive(scheduler_of(num_blocks=6), request_of("a", 12, 8), request_of("b", 13), request_of("c", 1))
-    assert drive.step() == {"a": 12}
-    assert drive.step() == {"a": 1}  # b would fit in no two free blocks, and c waits behind it
-    drive.scheduler.finish("a", ABORTED)
-    assert drive.step() == {"b": 13, "c": 1}
-
-
-@pytest.mark.parametrize(("priority", "order"), [(True, "bca"), (False, "abc")])
-def test_priorities(priority: bool, order: str) -> None:
-    scheduler = scheduler_of(priority=priority, max_num_seqs=1)
-    drive = Drive(scheduler, *(request_of(name, 2, 1, priority=p) for name, p in (("a", 2), ("b", 0), ("c", 0))))
-    assert [list(drive.step()) for _ in range(3)] == [[name] for name in order]
-
-
 def test_prompts_of_several_clients_are_cut_to_a_time() -> None:
     scheduler = scheduler_of(max_num_batched_tokens=1024, num_blocks=4096, prompt_step_s=0.05)
     drive = Drive(scheduler, request_of("long", 2000, 1, flow="a"))
@@ -164,94 +141,6 @@ def test_what_can_never_fit_is_refused(size: int, max_tokens: int, fits: bool) -
     scheduler.check_idle()
 
 
-def test_how_requests_end() -> None:
-    requests = [
-        request_of("a", 2, 3),
-        request_of("b", 2, 9, stop_token_ids=[7]),
-        request_of("c", 2, 9, eos_token_ids=frozenset([7])),
-        request_of("d", 2, 9, eos_token_ids=frozenset([7]), ignore_eos=True),
-    ]
-    drive = Drive(scheduler_of(), *requests)
-    drive.step()
-    assert [request.finish_reason for request in requests] == [None, "stop", "stop", None]
-    assert [request.stop_reason for request in requests] == [None, 7, None, None]
-    drive.step()
-    drive.step()
-    assert [request.finish_reason for request in requests] == ["length", "stop", "stop", None]
-    assert requests[0].output_token_ids == [7, 7, 7]
-    assert [drive.scheduler.finish(name, ABORTED) for name in ("d", "d", "unknown")] == [requests[3], None, None]
-    drive.scheduler.check_idle()
-
-
-def test_the_last_request_is_preempted_and_resumed_with_all_its_tokens() -> None:
-    a, b = request_of("a", 7, 9), request_of("b", 7, 9)
-    drive = Drive(scheduler_of(num_blocks=4, enable_prefix_caching=False), a, b)
-    assert drive.step() == {"a": 7, "b": 7}
-    assert drive.step() == {"a": 1, "b": 1}
-    output = drive.schedule()
-    assert drive.batch(output) == {"a": 1}
-    assert output.finished[0][0] == "b"
-    assert output.finished_req_ids == set()  # it has not ended
-    assert (b.status, b.num_preemptions, b.block_ids, b.row) == (RequestStatus.PREEMPTED, 1, [], -1)
-    assert drive.scheduler.stats().num_preemptions == 1
-    drive.update(output)
-    drive.run(a)
-    output = drive.schedule()
-    (resumed,) = output.new_requests
-    assert resumed.token_ids.tolist() == [*b.prompt_token_ids, 7, 7]
-    assert (resumed.num_prompt_tokens, resumed.num_computed_tokens) == (7, 0)
-    assert drive.batch(output) == {"b": 9}
-    drive.update(output)
-    drive.run()
-    assert b.output_token_ids == [7] * 9
-
-
-def test_a_preempted_request_hits_its_own_prefix() -> None:
-    a, b = request_of("a", 8, 9), request_of("b", 8, 9)
-    drive = Drive(scheduler_of(num_blocks=6), a, b)
-    drive.run(a)
-    assert b.num_preemptions == 1
-    (resumed,) = drive.schedule().new_requests
-    assert resumed.num_computed_tokens >= 4
-    assert b.num_cached_tokens == 0  # of its first admission
-
-
-def test_a_prefill_in_progress_is_preempted() -> None:
-    a, b = request_of("a", 4, 12), request_of("b", 12, 2)
-    drive = Drive(scheduler_of(num_blocks=4, max_num_batched_tokens=5), a, b)
-    assert drive.step() == {"a": 4, "b": 1}
-    assert drive.step() == {"a": 1}  # its second block is b's last one
-    assert b.status is RequestStatus.PREEMPTED
-
-
-def test_a_step_is_scheduled_while_the_last_one_runs() -> None:
-    a = request_of("a", 3, 3)
-    drive = Drive(scheduler_of(), a)
-    assert [drive.queue() for _ in range(3)] == ["a", "a", "a"]
-    assert [output.num_scheduled_tokens for output in drive.in_flight] == [[3], [1], [1]]
-    assert drive.scheduler.schedule() is None  # its last token is in flight
-    for expected in (None, None, "length"):
-        drive.retire()
-        assert a.finish_reason == expected
-    drive.scheduler.check_idle()
-
-
-def test_tokens_in_flight_when_a_request_stops_are_discarded() -> None:
-    a = request_of("a", 3, 9, stop_token_ids=[7])
-    drive = Drive(scheduler_of(), a)
-    outputs = [drive.schedule(), drive.schedule()]
-    blocks = list(a.block_ids)
-    (result,) = drive.update(outputs[0])
-    assert (result.new_token_ids, a.finish_reason) == ([7], "stop")
-    # the step in flight still writes to its blocks
-    assert {drive.scheduler.pool.state(block) for block in blocks} == {"HELD"}
-    with pytest.raises(RuntimeError, match="blocks and 1 rows are not free"):
-        drive.scheduler.check_idle()
-    assert drive.update(outputs[1]) == []
-    assert a.output_token_ids == [7]
-    drive.scheduler.check_idle()
-
-
 def test_blocks_that_a_step_in_flight_held_are_counted_as_freed_once() -> None:
     a, b, c = request_of("a", 8), request_of("b", 11, 8), request_of("c", 11, 8)
     drive = Drive(scheduler_of(num_blocks=6, max_num_batched_tokens=32), a)
@@ -332,31 +221,6 @@ def test_decodes_are_spread_over_the_stages(num_stages: int, expected: list[str]
     assert [drive.queue() for _ in expected] == expected
 
 
-def test_remaining_requests_join_another_microbatch() -> None:
-    drive = prefilled(2, "abcdef")
-    assert [drive.queue() for _ in range(2)] == ["abc", "def"]
-    for name in "de":
-        drive.scheduler.finish(name, ABORTED)
-    assert [drive.queue() for _ in range(4)] == ["ab", "cf", "ab", "cf"]
-
-
-def test_steps_in_flight_have_different_requests() -> None:
-    drive = prefilled(2, "abcd")
-    microbatches = []
-    for _ in range(6):
-        microbatches.append(drive.queue())
-        if len(drive.in_flight) > 1:
-            drive.retire()
-    assert microbatches == ["ab", "cd"] * 3
-
-
-def test_prompts_join_every_microbatch() -> None:
-    drive = prefilled(2, "ab", max_num_batched_tokens=12)
-    drive.scheduler.add_request(request_of("c", 30, 30))
-    assert [drive.queue() for _ in range(3)] == ["ac", "bc", "ac"]
-    assert [output.num_scheduled_tokens for output in drive.in_flight] == [[1, 11], [1, 11], [1, 8]]
-
-
 @pytest.mark.parametrize(
     ("num_stages", "prompts", "config", "expected"),
     [
@@ -384,13 +248,6 @@ def test_prompts_are_spread_over_the_stages(
     assert drive.scheduler.schedule() is None
 
 
-def test_a_request_alone_is_in_every_step() -> None:
-    drive = pipeline_of(2, "a", max_tokens=3)
-    assert [drive.queue() for _ in range(3)] == ["a", "a", "a"]
-    assert drive.scheduler.schedule() is None
-    assert [output.awaited_step for output in drive.in_flight] == [-1, 0, 1]
-
-
 def test_awaited_steps() -> None:
     drive = pipeline_of(2, "abcd")
     for _ in range(4):
@@ -410,21 +267,3 @@ def test_awaited_steps() -> None:
     single.queue()
     single.queue()
     assert [output.awaited_step for output in single.in_flight] == [-1, -1]
-
-
-def test_drafts_are_verified_by_the_next_step_of_the_same_requests() -> None:
-    class Alternating:
-        off_reason = "alternating"
-        num_calls = 0
-
-        def choose(self, num_decodes: int) -> int:
-            self.num_calls += 1
-            return 3 * (self.num_calls % 2)
-
-        def observe(self, *observed: Any) -> None:
-            pass
-
-    drive = pipeline_of(2, "ab", num_drafts=3, controller=Alternating())
-    assert [drive.queue() for _ in range(5)] == ["ab", "a", "b", "a", "b"]
-    assert [output.num_to_propose for output in drive.in_flight] == [3, 0, 3, 0, 3]
-    assert [output.num_drafts for output in drive.in_flight] == [0, 3, 3, 0, 3]

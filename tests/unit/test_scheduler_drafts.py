@@ -1,16 +1,13 @@
 """Drafts in the scheduler: bounds while they are in flight, blocks for all of them, and counts; adaptive drafting: on
 where it pays and off elsewhere."""
 
-import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.helpers import schedulers
-from tests.helpers.fake_engine import FakeEngine, expected_output
 from tests.helpers.schedulers import make_scheduler, schedule, update
 
 from fleetfoot.cli.bench import summary
@@ -18,9 +15,9 @@ from fleetfoot.cli.bench_load import Samples, results
 from fleetfoot.cli.command import drafts_line
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.scheduler.stats import DraftStats, SchedulerStats
-from fleetfoot.speculative.controller import FIRST_PATIENCE, LONGEST_PATIENCE, MEASURING, NUM_SAMPLES, AdaptiveDrafts
+from fleetfoot.speculative.controller import FIRST_PATIENCE, MEASURING, NUM_SAMPLES, AdaptiveDrafts
 
 
 class Switch:
@@ -123,27 +120,6 @@ def test_prefills_have_no_drafts() -> None:
     assert schedule(alone).num_drafts == 0
 
 
-def test_drafts_in_flight_count_as_accepted() -> None:
-    scheduler, request = scheduler_of(3), request_of("a")
-    begin(scheduler, request)
-    first, second = schedule(scheduler), schedule(scheduler)
-    assert request.num_computed == 5 + 8
-    update(scheduler, first, [1, 2])
-    assert (request.num_computed, request.num_tokens) == (5 + 8 - 2, 8)
-    update(scheduler, second, [3])
-    assert (request.num_computed, request.num_tokens) == (8, 9)
-
-
-def test_several_blocks_at_once() -> None:
-    scheduler, request = scheduler_of(5, block_size=2), request_of("a", 5)
-    begin(scheduler, request)
-    assert len(request.block_ids) == 3
-    output = schedule(scheduler)
-    assert [(start, len(blocks)) for _, start, blocks in output.new_block_ids] == [(3, 3)]  # 5 + 6 tokens
-    update(scheduler, output, [1])
-    assert schedule(scheduler).new_block_ids == []  # 6 + 6 tokens
-
-
 @pytest.mark.parametrize(
     ("max_tokens", "num_blocks"),
     [
@@ -191,42 +167,9 @@ def test_a_budget_below_a_decode_of_each_request(num_drafts: int, budget: int, m
         scheduler_of(num_drafts, max_num_batched_tokens=budget)
 
 
-def test_drafts_count_against_the_budget() -> None:
-    scheduler = scheduler_of(3, max_num_batched_tokens=16)
-    begin(scheduler, *(request_of(name, 2) for name in "abcd"))
-    assert schedule(scheduler).total_num_scheduled_tokens == 16
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize(("accuracy", "max_steps"), [(1.0, 1 + 5 + 1), (0.0, 21 + 1)])
-def test_drafts_save_steps_and_change_no_token(accuracy: float, max_steps: int, depth: int) -> None:
-    config = SchedulerConfig(64, 4, 4, 64, num_drafts=3, num_lookahead=3)
-    engine = FakeEngine(config, random.Random(1), accuracy=accuracy, drafting=1.0, depth=depth)
-    requests = [request_of(name, 5, max_tokens=21) for name in "ab"]
-    for request in requests:
-        engine.scheduler.add_request(request)
-    engine.settle()
-    assert all(request.output_token_ids == expected_output(request) for request in requests)
-    assert engine.device.runner.num_steps <= max_steps
-    assert engine.scheduler.stats().drafts.acceptance_rate == pytest.approx(accuracy, abs=0.2)
-
-
 SOME = DraftStats(
     num_steps=6, num_rows=10, num_drafted=30, num_accepted=15, accepted_at=(8, 5, 2), off={"a whim": 2}, off_reason=""
 )
-
-
-def test_rates_follow_from_counts() -> None:
-    assert SOME.acceptance_rates == (0.8, 0.5, 0.2)
-    assert SOME.acceptance_rate == 0.5
-    assert SOME.mean_acceptance_length == pytest.approx(1 + sum(SOME.acceptance_rates))
-    assert DraftStats(accepted_at=(0, 0)).acceptance_rates == ()
-
-
-def test_what_was_counted_since() -> None:
-    later = DraftStats(9, 14, 42, 20, (11, 6, 3), {"a whim": 2, "another": 1}, "another")
-    assert later.since(SOME) == DraftStats(3, 4, 12, 5, (3, 1, 1), {"another": 1}, "another")
-    assert later.since(DraftStats()) == later
 
 
 def test_counts_of_places_and_requests() -> None:
@@ -253,18 +196,6 @@ def test_counts_of_places_and_requests() -> None:
     assert scheduler.stats().drafts.off_reason == ""
 
 
-def test_what_comes_behind_a_requests_end_is_not_counted() -> None:
-    scheduler = scheduler_of(3)
-    request = request_of("a", stop_token_ids=[99])
-    begin(scheduler, request)
-    in_flight = [schedule(scheduler), schedule(scheduler)]
-    update(scheduler, in_flight[0], [1, 99])
-    assert request.is_finished
-    update(scheduler, in_flight[1], [1, 2, 3, 4])
-    assert scheduler.stats().drafts.accepted_at == (1, 0, 0)
-    assert (request.num_drafted, request.num_accepted) == (3, 1)
-
-
 def test_the_line_of_the_command() -> None:
     assert drafts_line(SOME) == "drafts: 2.50 tokens a step, 50% of 30 accepted; none in 2 steps: a whim"
     none = DraftStats(accepted_at=(0,), off={"a whim": 1})
@@ -275,31 +206,6 @@ def measured(before: DraftStats, after: DraftStats) -> Samples:
     """The scheduler's drafts before the first load and after the last one."""
     counters = [SchedulerStats(0, 0, 0.0, 0, 0, 0, drafts=drafts) for drafts in (before, after)]
     return Samples(before=counters[0], after=counters[1])
-
-
-def test_a_benchmark_counts_from_its_first_load() -> None:
-    last = DraftStats(10, 15, 45, 23, (12, 7, 4), {"a whim": 3})
-    content = results(measured(SOME, last), with_loads=False)["drafts"]
-    assert content == {
-        "num_steps": 4,
-        "num_drafted_tokens": 15,
-        "num_accepted_tokens": 8,
-        "mean_acceptance_length": 1 + 8 / 5,
-        "acceptance_rate": 8 / 15,
-        "acceptance_rate_at": [4 / 5, 2 / 5, 2 / 5],
-        "steps_without": {"a whim": 1},
-        "off_reason": None,
-    }
-    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    for name in content:
-        assert f"`{name}`" in page
-
-
-def test_a_benchmark_without_drafts_has_none() -> None:
-    assert results(measured(DraftStats(), DraftStats()), with_loads=False)["drafts"] is None
-    nothing = DraftStats(accepted_at=(0, 0))
-    content = results(measured(nothing, nothing), with_loads=False)["drafts"]
-    assert content["acceptance_rate"] is content["mean_acceptance_length"] is content["acceptance_rate_at"] is None
 
 
 def test_the_line_of_a_benchmark() -> None:
@@ -352,41 +258,8 @@ def test_where_they_do_not_pay_they_are_turned_off(accepted: float, longer: floa
     assert Counter(reasons)[""] <= 4 * NUM_SAMPLES
 
 
-def test_it_looks_again_when_the_text_changes() -> None:
-    controller = AdaptiveDrafts(K)
-    play(controller, 400, accepted=0.0)
-    reasons = play(controller, 2 * FIRST_PATIENCE + 4 * NUM_SAMPLES, accepted=2.5)
-    assert reasons[0] == "it does not pay at 4 to 7 requests"
-    assert reasons[-1] == ""
-    assert LONGEST_PATIENCE >= FIRST_PATIENCE
-
-
-def test_batch_sizes_are_judged_apart() -> None:
-    controller = AdaptiveDrafts(K)
-    play(controller, 100, num_decodes=64, seconds=lambda: 4.0)
-    play(controller, 100, num_decodes=2)
-    assert controller.choose(64) == 0
-    assert controller.off_reason == "it does not pay at 64 to 127 requests"
-    assert controller.choose(100) == 0
-    assert controller.choose(2) == K
-    assert controller.off_reason == ""
-
-
-def test_a_slow_step_now_and_then_is_not_held_against_drafts() -> None:
-    controller, numbers = AdaptiveDrafts(K), iter(range(10**6))
-    play(controller, 300, seconds=lambda: 1.2 if next(numbers) % 4 else 100.0)
-    assert controller.choose(4) == K
-
-
 def test_a_limit_of_requests() -> None:
     controller = AdaptiveDrafts(K, max_num_decodes=8)
     assert controller.choose(8) == K
     assert controller.choose(9) == 0
     assert controller.off_reason == "more than 8 requests"
-
-
-def test_steps_with_prefills_are_not_compared() -> None:
-    controller = AdaptiveDrafts(K)
-    for _ in range(10 * NUM_SAMPLES):
-        controller.observe(4, K, 4 * K, 0, 4 * (1 + K) + 100, 50.0)
-    assert play(controller, NUM_SAMPLES + 1)[-1] == MEASURING

@@ -66,30 +66,6 @@ def test_a_request_waits_for_its_kv_and_computes_the_rest() -> None:
     assert transfers.counters == {"bytes_loaded": 64}
 
 
-def test_what_was_loaded_can_be_hit_and_is_not_saved_again() -> None:
-    a = request_of("a")
-    scheduler, connector = world(ScriptedConnector({"a": 8}), a)
-    step(scheduler, loaded={"a"})
-    scheduler.add_request(request_of("b", prompt=list(a.token_ids)))
-    output = schedule(scheduler)
-    assert [new.num_computed_tokens for new in output.new_requests] == [8, 8]
-    assert connector.of("filled") == []
-    assert connector.of("match") == [("a", 0, 2), ("b", 8, 2)]
-
-
-def test_what_is_loaded_comes_behind_what_is_here() -> None:
-    a = request_of("a", prompt=9, max_tokens=1)
-    scheduler, connector = world(ScriptedConnector({"b": 4}), a)
-    step(scheduler)
-    scheduler.add_request(request_of("b", prompt=[*a.token_ids[:8], 1, 2, 3, 4, 5]))
-    output, _ = step(scheduler, loaded={"b"})
-    assert output.is_idle
-    assert connector.of("load") == [("b", 8, 4, 4)]
-    output = schedule(scheduler)
-    assert (output.new_requests[0].num_computed_tokens, output.num_scheduled_tokens) == (12, [1])
-    assert scheduler.stats().prefix_cache_hits == 8
-
-
 def test_requests_overtake_a_loading_one_up_to_the_number_of_rows() -> None:
     requests = [request_of("a"), request_of("b"), request_of("x", prompt=3), request_of("c"), request_of("d")]
     scheduler, connector = world(ScriptedConnector({"a": 8, "b": 8, "c": 8, "d": 8}), *requests, max_num_seqs=3)
@@ -105,42 +81,6 @@ def test_requests_overtake_a_loading_one_up_to_the_number_of_rows() -> None:
     assert [name for name, *_ in connector.of("load")] == ["a", "b", "c"]
     output, _ = step(scheduler)
     assert [new.request_id for new in output.new_requests] == ["a"]
-
-
-def test_loaded_requests_run_in_order_of_arrival_before_waiting_ones() -> None:
-    scheduler, _ = world(ScriptedConnector(dict.fromkeys("xab", 8)), max_num_batched_tokens=8, max_num_seqs=8)
-    for name in "xab":
-        scheduler.add_request(request_of(name, prompt=12))
-    output = schedule(scheduler)
-    for name in "xb":
-        scheduler.transfers.update(KVConnectorOutput(loaded={name}))
-    update(scheduler, output, loaded={"a"})
-    scheduler.finish("x", RequestStatus.FINISHED_ABORTED)
-    scheduler.add_request(request_of("c", prompt=3, priority=-1))
-    output = schedule(scheduler)
-    assert [new.request_id for new in output.new_requests] == ["a", "b"]
-
-
-def test_a_request_that_must_not_be_split_waits_for_a_step_that_holds_the_rest_of_it() -> None:
-    requests = request_of("a", prompt=12), request_of("b", prompt=6, max_tokens=1)
-    limits = {"enable_chunked_prefill": False, "max_num_batched_tokens": 12, "max_num_seqs": 2}
-    scheduler, _ = world(ScriptedConnector({"a": 4}), *requests, **limits)
-    output, _ = step(scheduler, loaded={"a"})
-    assert [new.request_id for new in output.new_requests] == ["b"]
-    scheduler.add_request(request_of("b2", prompt=8))
-    output, _ = step(scheduler)
-    assert [new.request_id for new in output.new_requests] == ["a"]
-
-
-def test_a_load_needs_blocks_for_the_whole_prompt() -> None:
-    a, b = request_of("a", max_tokens=2), request_of("b", prompt=12, max_tokens=2)
-    scheduler, connector = world(ScriptedConnector({"b": 8}), a, b, num_blocks=5)
-    for _ in range(2):
-        step(scheduler)
-        assert connector.of("load") == []
-    assert len(connector.of("match")) > 2
-    step(scheduler)
-    assert connector.of("load") == [("b", 0, 8, 3)]
 
 
 @pytest.mark.parametrize("matched", [3, 12, -4])
@@ -200,17 +140,6 @@ def test_aborted_while_loading(ending: dict[str, Any]) -> None:
     scheduler.add_request(request_of("a"))
 
 
-def test_aborted_when_its_kv_has_come() -> None:
-    scheduler, _ = world(ScriptedConnector({"a": 8}), request_of("a"))
-    step(scheduler, loaded={"a"})
-    scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
-    assert scheduler.pool.num_free == 16
-    output, _ = step(scheduler)
-    assert (output.is_idle, output.finished_req_ids) == (True, {"a"})
-    assert scheduler.schedule() is None
-    scheduler.check_integrity()
-
-
 def test_new_weights_while_loading() -> None:
     a, b, c = (request_of(name) for name in "abc")
     scheduler, connector = world(ScriptedConnector({"a": 8, "b": 8, "c": 8}), a, b, c)
@@ -259,40 +188,6 @@ def test_blocks_are_reported_once_chunk_by_chunk_and_when_a_request_leaves(cachi
     assert connector.calls[-1] == ("finished", "a", "length", 6, 22)
 
 
-def test_blocks_are_reported_before_a_preemption_gives_them_away() -> None:
-    a, b = request_of("a", prompt=7, max_tokens=9), request_of("b", prompt=7, max_tokens=9)
-    scheduler, connector = world(ScriptedConnector(), a, b, num_blocks=4)
-    while not b.num_preemptions:
-        step(scheduler)
-    assert ("b", 1, 2, False) in connector.of("filled")
-    assert connector.of("finished") == []
-
-
-def test_what_an_error_left_is_not_saved() -> None:
-    scheduler, connector = world(ScriptedConnector(), request_of("a", prompt=7, max_tokens=9))
-    output = schedule(scheduler)
-    scheduler.update(output, ModelRunnerOutput([[7]], invalid={0: "NaN"}))
-    assert connector.of("filled") == [("a", 0, 1, True)]
-    assert connector.of("finished") == [("a", "error", 2, 7)]
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_an_invalid_last_token_ends_a_request_once(count: int) -> None:
-    """The connector hears of one end, and no block of the request is published as that of one that has ended well."""
-    request = request_of("a", prompt=7, max_tokens=count)
-    scheduler, connector = world(ScriptedConnector(), request)
-    (result,) = scheduler.update(schedule(scheduler), ModelRunnerOutput([[7] * count], invalid={0: "NaN"}))
-    assert (request.finish_reason, request.stop_reason) == ("error", "NaN")
-    assert result.new_token_ids == request.output_token_ids == [7] * (count - 1)
-    assert connector.of("filled") == [("a", 0, 1, True)]
-    assert [call[:2] for call in connector.of("finished")] == [("a", "error")]
-    scheduler.check_idle()
-    short = request_of("b", prompt=7, max_tokens=2)  # it ends before the invalid token
-    scheduler.add_request(short)
-    (result,) = scheduler.update(schedule(scheduler), ModelRunnerOutput([[7, 8, 9]], invalid={0: "NaN"}))
-    assert (short.finish_reason, result.new_token_ids) == ("length", [7, 8])
-
-
 def test_an_invalid_token_of_a_preempted_request() -> None:
     a, b = request_of("a", prompt=7, max_tokens=9), request_of("b", prompt=7, max_tokens=9)
     scheduler, _ = world(ScriptedConnector(), a, b, num_blocks=4)
@@ -330,19 +225,6 @@ def test_blocks_stay_held_until_they_are_sent() -> None:
     scheduler.check_idle()
 
 
-def test_sent_while_a_step_in_flight_still_holds_the_request() -> None:
-    a = request_of("a")
-    scheduler, _ = world(ScriptedConnector(holds={"a"}), a)
-    outputs = [schedule(scheduler), schedule(scheduler), schedule(scheduler)]
-    update(scheduler, outputs[0])
-    scheduler.finish("a", RequestStatus.FINISHED_STOPPED, "text")
-    scheduler.check_integrity()
-    update(scheduler, outputs[1], sent={"a"})
-    assert {scheduler.pool.state(block) for block in a.block_ids} == {"HELD"}
-    update(scheduler, outputs[2])
-    assert scheduler.pool.num_free == 16
-
-
 def test_held_blocks_can_be_hit_and_block_no_request_forever() -> None:
     a = request_of("a", prompt=12, max_tokens=1)
     scheduler, _ = world(ScriptedConnector(holds={"a"}), a, num_blocks=4)
@@ -357,59 +239,6 @@ def test_held_blocks_can_be_hit_and_block_no_request_forever() -> None:
     assert output.is_idle  # it waits for a's blocks
     step(scheduler, sent={"a"})
     assert step(scheduler)[0].num_scheduled_tokens == [12]
-
-
-def holding(*prompts: Any, evicts: bool = True, **config: Any) -> tuple[Scheduler, ScriptedConnector]:
-    """A scheduler that holds the blocks of requests a, b, c, ... that have ended."""
-    requests = [request_of(name, prompt=prompt, max_tokens=1) for name, prompt in zip("abc", prompts, strict=False)]
-    scheduler, connector = world(ScriptedConnector(holds="abc", evicts=evicts), *requests, **config)
-    while scheduler.has_unfinished:
-        step(scheduler)
-    return scheduler, connector
-
-
-def test_held_blocks_are_evicted_oldest_first_before_a_request_waits() -> None:
-    prompt = list(range(12))
-    scheduler, connector = holding(prompt, [*prompt[:8], 50], 8, num_blocks=8)  # a and b have two blocks in common
-    scheduler.add_request(request_of("x", prompt=20, max_tokens=1))
-    for _ in range(2):  # each is evicted once
-        assert step(scheduler)[0].is_idle
-        assert connector.of("evict") == [("a",), ("b",)]
-    step(scheduler, sent={"a"})
-    assert step(scheduler, sent={"b"})[0].is_idle
-    assert step(scheduler)[0].num_scheduled_tokens == [20]
-    assert connector.of("evict") == [("a",), ("b",)] and scheduler.stats().transfers.num_held_blocks == 2
-    assert not scheduler.transfers._evicting
-
-
-def test_room_that_is_being_made_is_used_first() -> None:
-    scheduler, connector = holding(8, 8, num_blocks=8)
-    assert scheduler.transfers.evict("b") and scheduler.transfers.make_room(2) and not scheduler.transfers.make_room(5)
-    assert connector.of("evict") == [("b",)]
-
-
-@pytest.mark.parametrize("evicts", [True, False])
-def test_held_blocks_are_evicted_before_a_request_is_preempted(evicts: bool) -> None:
-    scheduler, connector = holding(9, evicts=evicts, num_blocks=7)
-    for name, prompt in (("x", 7), ("y", 7), ("z", 25)):  # a's blocks are not enough for z
-        scheduler.add_request(request_of(name, prompt=prompt))
-    step(scheduler)
-    assert connector.of("evict") == [] and scheduler.pool.num_free == 0
-    while not connector.of("evict"):
-        step(scheduler)
-    step(scheduler, sent={"a"})
-    assert scheduler.stats().num_preemptions == (not evicts)
-
-
-def test_held_and_still_loading() -> None:
-    scheduler, _ = world(ScriptedConnector({"a": 8}, holds={"a"}), request_of("a"))
-    output = schedule(scheduler)
-    scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
-    update(scheduler, output, sent={"a"})
-    assert scheduler.pool.num_free == 13
-    step(scheduler, loaded={"a"})
-    assert scheduler.pool.num_free == 16
-    scheduler.check_idle()
 
 
 def test_reports_of_unknown_requests_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,22 +3,15 @@
 import random
 from collections.abc import Iterator
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.schedulers import make_scheduler
 
 from fleetfoot.records.kv_layout import (
-    MOST_WASTE,
-    ONE_GROUP,
     KVCacheSpec,
     KVGroup,
     KVLayout,
     LayerCacheSpec,
-    StateSpec,
     make_groups,
-    most_tokens,
-    slabs_of,
 )
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
@@ -42,61 +35,11 @@ def request_of(number: int, length: int) -> Request:
     return Request(str(number), prompt, SamplingParams(max_tokens=400), max_tokens=400, seed=0)
 
 
-@pytest.mark.parametrize(
-    ("specs", "windows"),
-    [
-        (GEMMA, [None, 512]),
-        ((KVCacheSpec(8, 128, 4096),) * 3, [None, 4096]),
-        ((*[KVCacheSpec(4, 64)] * 3, *[KVCacheSpec(2, 128, 100)] * 2, KVCacheSpec(4, 64, 7)), [None, 7, 100]),
-        ((*[StateSpec((16, 128, 128))] * 3, KVCacheSpec(2, 256)), [None, None]),
-    ],
-)
-def test_blocks_fill_their_slabs(specs: tuple[LayerCacheSpec, ...], windows: list[int | None]) -> None:
-    layout = layout_of(specs, 1 << 32)
-    assert [group.window for group in layout.groups] == windows
-    for group, size in zip(layout.groups, layout.group_bytes, strict=True):
-        assert group.has_layers == (size > 0)
-        assert layout.bytes_per_block % (16 * group.blocks_per_slab) == 0 or not size
-        assert not size or size * group.blocks_per_slab >= (1 - MOST_WASTE) * layout.bytes_per_block
-
-
-def test_windows_that_no_request_exceeds_are_none() -> None:
-    assert make_groups(GEMMA, (), BLOCK, "bfloat16", 512) == ONE_GROUP
-
-
 def steps(scheduler: Scheduler) -> Iterator[int]:
     """Run steps, and count those that decode in each."""
     while (output := scheduler.schedule()) is not None:
         scheduler.update(output, ModelRunnerOutput([[7]] * output.num_sampled))
         yield output.num_decodes
-
-
-def test_gemma_runs_many_long_requests() -> None:
-    """128 requests of 8,192 tokens in 4 GB: 18 with one group."""
-    layout = layout_of(GEMMA, 4 * 10**9)
-    limits = {"block_size": BLOCK, "max_num_seqs": 128, "max_num_batched_tokens": 8192, "enable_prefix_caching": False}
-    scheduler = make_scheduler(num_blocks=layout.num_blocks, groups=layout.groups, **limits)
-    for number in range(128):
-        scheduler.add_request(request_of(number, 8192))
-    most = max(num_decodes for num_decodes, _ in zip(steps(scheduler), range(140), strict=False))
-    assert most >= 60
-    scheduler.check_integrity()
-
-
-def test_a_long_request_holds_its_windows_only() -> None:
-    specs = tuple(KVCacheSpec(2, 64, None if layer % 6 == 5 else 1024) for layer in range(12))
-    layout = layout_of(specs, 1 << 31, 131072)
-    limits = {"block_size": BLOCK, "max_num_seqs": 2, "max_num_batched_tokens": 2048}
-    scheduler = make_scheduler(
-        request := request_of(0, 100_000), num_blocks=layout.num_blocks, groups=layout.groups, **limits
-    )
-    for _ in steps(scheduler):
-        (window,) = request.group_block_ids or [[]]
-        held = len(window) - sum(request.num_freed)
-        assert held <= (1024 + 2048) // BLOCK + 1, "more than a window and a chunk"
-        if len(request.output_token_ids) == 1:
-            assert len(request.block_ids) == 6250 and held <= 1024 // BLOCK + 1
-    assert len(request.output_token_ids) == 400
 
 
 @settings(max_examples=40, deadline=None)
@@ -149,10 +92,3 @@ def test_slabs_against_a_plain_model(sizes: list[int], num_blocks: int, has_firs
         pools.free(lists)
     pools.clear_cache()
     assert pools.num_used == 0 and pools.num_missing([0] * len(groups)) == -num_blocks
-
-
-def test_the_longest_request_that_fits() -> None:
-    groups = (KVGroup(blocks_per_slab=2), KVGroup(window=8, blocks_per_slab=1))
-    for num_blocks in range(1, 40):
-        longest = most_tokens(groups, 4, num_blocks, 4)
-        assert slabs_of(groups, 4, longest, 4) <= num_blocks < slabs_of(groups, 4, longest + 4, 4)

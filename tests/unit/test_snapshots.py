@@ -87,26 +87,3 @@ def test_a_conversation_computes_each_token_once(first: int, drops_thinking: boo
         known = len(history) + (0 if drops_thinking else len(output) - 1)  # the last token is not computed
         history += output[50:] if drops_thinking else output
         history += range(10_000 * (turn + 1), 10_000 * (turn + 1) + 23)
-
-
-def test_snapshots_are_at_ends_of_blocks() -> None:
-    """Also of a prompt the first chunk of which ended within a block, since other prompts left it few tokens."""
-    scheduler, places = scheduler_of(60), []
-    for name, size in (("first", 8191), ("second", 5000)):
-        scheduler.add_request(request_of(name, list(range(size)), max_tokens=1))
-    while (output := scheduler.schedule()) is not None:
-        requests = {request.row: request for request in scheduler.running}
-        counts = dict(zip(output.rows, output.num_scheduled_tokens, strict=True))
-        places += [requests[row].num_computed - counts[row] + each for row, each, _ in output.snapshots]
-        scheduler.update(output, ModelRunnerOutput([[7]] * output.num_sampled))
-    assert places
-    assert [place % BLOCK for place in places] == [0] * len(places)
-
-
-def test_one_snapshot_is_kept() -> None:
-    """From the step on that writes it: it does not count twice while it is written."""
-    scheduler = scheduler_of(60, 1)
-    scheduler.add_request(request_of("first", list(range(1000)), max_tokens=1))
-    assert scheduler.schedule() is not None
-    assert scheduler.blocks.states is not None
-    assert scheduler.blocks.states.pool.num_published == 1

@@ -1,7 +1,6 @@
 """``speculative_config``: what it takes, which drafter it means, whether that fits, and its memory; the EAGLE head and
 a direct computation, the shapes of its checkpoints, and the short steps of drafters."""
 
-import dataclasses
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tests.helpers.int8_method import Int8
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.specs import model_config
 
@@ -22,43 +20,18 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.kernels.sampling.gumbel import gumbel_noise
-from fleetfoot.kernels.sampling.sample import sample_torch
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.resolve import resolve_plan
-from fleetfoot.quantization.base import LinearMethods
 from fleetfoot.records.forward_context import AttentionMetadata
-from fleetfoot.records.kv_layout import KVCacheSpec
 from fleetfoot.records.weights import WeightError
-from fleetfoot.speculative.drafter import DraftBatch, DrafterContext, DraftSteps, as_drafts
+from fleetfoot.speculative.drafter import DraftBatch, DrafterContext, DraftSteps
 from fleetfoot.speculative.eagle import EagleDrafter
-from fleetfoot.speculative.find import NO_DRAFTER, DrafterModel, DrafterShape, drafter_shape, find_drafter
-from fleetfoot.weights.checkpoint import Checkpoint
+from fleetfoot.speculative.find import DrafterModel, DrafterShape, drafter_shape, find_drafter
 
 
 def parse(**settings: Any) -> SpeculativeConfig:
     return SpeculativeConfig.parse({"num_speculative_tokens": 3, **settings})
-
-
-@pytest.mark.parametrize(
-    ("settings", "method", "longest", "shortest"),
-    [
-        ({}, "ngram", 5, 1),
-        ({"prompt_lookup_max": 3}, "ngram", 3, 1),
-        ({"prompt_lookup_min": 2}, "ngram", 5, 2),
-        ({"prompt_lookup_min": 8}, "ngram", 8, 8),
-        ({"prompt_lookup_max": 4, "prompt_lookup_min": 4}, "ngram", 4, 4),
-        ({"method": "eagle"}, "eagle", None, None),
-        ({"model": "a/draft"}, "draft_model", None, None),
-        ({"model": "./ngram"}, "draft_model", None, None),
-    ],
-)
-def test_defaults(settings: dict[str, Any], method: str, longest: int | None, shortest: int | None) -> None:
-    config = parse(**settings)
-    assert (config.method, config.prompt_lookup_max, config.prompt_lookup_min) == (method, longest, shortest)
-    assert config.model == settings.get("model")
-    assert SpeculativeConfig.parse(json.dumps({"num_speculative_tokens": 3, **settings})) == config
 
 
 @pytest.mark.parametrize(
@@ -145,20 +118,6 @@ def changed_head(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def test_models_are_found() -> None:
-    assert find(make_config("story-llama")).folder == embedded_model_path()
-    for name in (None, "story-llama-eagle"):
-        assert find(make_config(name, "eagle")).folder == embedded_eagle_path()
-    assert find(make_config(DRAFT)).folder == DRAFT
-    assert find_drafter(EngineConfig(), TARGET) is find_drafter(make_config(method="ngram"), TARGET) is None
-
-
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"])
-def test_names_that_heads_have(tmp_path: Path, name: str) -> None:
-    found = find(make_config(changed_head(tmp_path, architectures=[name]), "eagle"))
-    assert found.config.architecture == "LlamaForCausalLM"
-
-
 EAGLE_3 = {"architectures": ["LlamaForCausalLMEagle3"]}
 SHORT = {"max_position_embeddings": 512}
 CARRIED = "the package carries a head for its own model, 'story-llama', and for no other"
@@ -184,42 +143,6 @@ def test_a_head_has_its_own_method_and_length(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"an EAGLE head, .* set method to 'eagle'"):
         find(make_config("story-llama-eagle"))
     find(make_config(changed_head(tmp_path, **SHORT), "eagle", max_model_len=512)).check_length(512)
-
-
-def test_a_heads_memory() -> None:
-    config = make_config(method="eagle", max_model_len=256)
-    shape = shape_of(config, TARGET, "bfloat16", "cuda")
-    with Checkpoint(embedded_eagle_path()) as checkpoint:
-        values = sum(checkpoint.tensor(name).numel() for name in checkpoint.names())
-    assert shape.num_drafts == 3
-    assert shape.kv_specs == (KVCacheSpec(2, 32),)
-    rotary = (256 + 3) * 32 * 4
-    assert 0 <= shape.weight_bytes - rotary - 2 * values <= 2 * 2 * 192  # a norm and a bias that it does not have
-
-
-def test_a_draft_models_memory() -> None:
-    config = make_config(DRAFT, max_model_len=256)
-    shape = shape_of(config, TARGET, "float32", "cuda")
-    draft = load_model_config(DRAFT)
-    assert shape.weight_bytes == 4 * draft.num_parameters + (256 + 3) * 32 * 4
-    assert shape.kv_specs == (KVCacheSpec(1, 32),) * 2
-    on_cpu = shape_of(config, TARGET, "float32", "cpu")
-    assert on_cpu.weight_bytes - shape.weight_bytes == 4 * 2048 * 64  # the packed head
-    untied = dataclasses.replace(TARGET, tie_word_embeddings=False)
-    assert shape_of(config, untied, "float32", "cuda") == shape
-    int8 = drafter_shape(config, TARGET, shape.model, "float32", "cuda", LinearMethods(Int8()))
-    assert shape.weight_bytes - int8.weight_bytes == draft.num_layers * sum(
-        each.num_outputs * (3 * each.num_inputs - 4) for each in draft.layers[0].linears(draft.hidden_size)
-    )
-
-
-def test_the_memory_of_a_head_far_from_the_embedding_and_of_n_grams() -> None:
-    untied = dataclasses.replace(TARGET, tie_word_embeddings=False)
-    near = shape_of(make_config(method="eagle"), untied, "float32", "cuda")
-    far = shape_of(make_config(method="eagle", pipeline_parallel_size=2), untied, "float32", "cuda")
-    assert far.weight_bytes - near.weight_bytes == 4 * 2048 * 192
-    assert shape_of(make_config(method="ngram"), TARGET, "float32", "cpu") == DrafterShape(3)
-    assert shape_of(EngineConfig(), TARGET, "float32", "cpu") == NO_DRAFTER
 
 
 CONFIG = model_config("LlamaForCausalLM", 101, 48, 80, 1, 4, 2, 16, 64)
@@ -348,25 +271,6 @@ def test_drafts_are_those_of_the_direct_computation(tmp_path: Path, shape: dict[
     assert drafts.tolist() == [drafts_computed_directly(plain, target, batch.next_ids, batch.hidden)]
 
 
-def test_without_drafts_the_cache_is_filled_all_the_same(tmp_path: Path) -> None:
-    drafter = make_drafter(tmp_path, weights())
-    cache = torch.zeros(9, 2, 2, BLOCK_SIZE, 16)
-    drafter.bind_kv_caches([cache])
-    batch = first_step(13)
-    assert drafter.propose(batch, 0) is None
-    assert written_slots(cache, torch.zeros_like(cache)) == sorted(batch.metadata.slot_mapping.tolist())
-
-
-def test_a_head_far_from_the_embedding_reads_its_own(tmp_path: Path) -> None:
-    tensors = weights(extra=("embed_tokens.weight",))
-    drafter = make_drafter(tmp_path, tensors, Target(has_embedding=False))
-    batch, target = first_step(5), Target()
-    drafts = drafter.propose(batch, 1)
-    foreseen = computed_directly(tensors, tensors["embed_tokens.weight"][batch.next_ids], batch.hidden)[-1]
-    assert drafts is not None
-    assert drafts.tolist() == [[int(target.compute_logits(foreseen).argmax())]]
-
-
 def test_a_head_far_from_the_embedding_must_have_its_own(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match=r"1 missing\n.*embed_tokens.weight"):
         make_drafter(tmp_path, weights(), Target(has_embedding=False))
@@ -402,47 +306,3 @@ def make_batch(positions: list[int], limits: list[int], rows: list[int]) -> Draf
         is_decode=True,
         max_seq_len=16,
     )
-
-
-def test_slots_follow_the_block_tables_up_to_the_limit() -> None:
-    batch = make_batch([5, 7, 9, 3], limits=[14, 8, 9, 14], rows=[2, 0, 1, -1])
-    steps = DraftSteps(batch, 4, sample_torch)
-    first, second = steps.singles(0, 2)
-    assert first.slot_mapping.tolist() == [2 * 4 + 1, 6 * 4 + 3, -1, -1]
-    assert first.positions.tolist() == [5, 7, 9, 3]
-    assert first.seq_lens.tolist() == [6, 8, 10, 4]
-    assert first.query_start_loc.tolist() == [0, 1, 2, 3, 4]
-    assert (first.num_decodes, first.max_query_len, first.max_seq_len) == (4, 1, 16)
-    assert second.slot_mapping.tolist() == [2 * 4 + 2, -1, -1, -1]
-    assert second.positions.tolist() == [6, 8, 9, 4]  # dead ones stay at the limit
-    assert all(tensor.is_contiguous() for tensor in (second.positions, second.slot_mapping, second.seq_lens))
-    assert steps.singles(3, 0) == []
-    assert all(tensor.dtype == torch.int32 for tensor in (first.query_start_loc, first.seq_lens))
-    assert first.slot_mapping.dtype == first.positions.dtype == torch.int64
-
-
-def test_a_step_of_two_tokens_ends_at_the_position() -> None:
-    batch = make_batch([5, 8, 14, 0], limits=[14, 8, 8, 0], rows=[0, 1, 2, -1])
-    pairs = DraftSteps(batch, 4, sample_torch).pairs()
-    # the second request has room for its last token alone; the third has long ended; the last one is padding
-    assert pairs.slot_mapping.view(4, 2).tolist() == [[2 * 4, 2 * 4 + 1], [6 * 4 + 3, -1], [-1, -1], [-1, -1]]
-    assert pairs.positions.view(4, 2).tolist() == [[4, 5], [7, 8], [8, 8], [0, 0]]
-    assert pairs.query_start_loc.tolist() == [0, 2, 4, 6, 8]
-    assert pairs.seq_lens.tolist() == [6, 9, 9, 2]
-    assert (pairs.num_decodes, pairs.max_query_len) == (0, 2)
-
-
-def test_draws_have_the_noise_of_the_position_that_they_are_for() -> None:
-    batch = make_batch([5, 7, 9], limits=[14, 14, 14], rows=[2, 0, 1])
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    positions = torch.tensor([6, 8, 10])
-    drawn = DraftSteps(batch, 4, sample_torch).draw(logits, positions)
-    noise = gumbel_noise(batch.seeds[[2, 0, 1]], positions, 50)
-    assert drawn.tolist() == [
-        int((logits[0] / 1.3 + noise[0]).argmax()),
-        int(logits[1].argmax()),
-        int((logits[2] / 0.7 + noise[2]).argmax()),
-    ]
-    drafts = as_drafts([drawn, drawn + 1])
-    assert drafts.dtype == torch.int32
-    assert drafts.tolist() == [[token, token + 1] for token in drawn.tolist()]

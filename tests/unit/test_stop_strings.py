@@ -2,12 +2,11 @@
 
 import functools
 import itertools
-from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_builders import byte_fallback_backend, byte_level_backend
+from tokenizer_builders import byte_level_backend
 
 from fleetfoot.tokenizer.text_stream import StopStringChecker, TextStream
 from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -68,15 +67,6 @@ def test_checker_and_oracle(chunks: list[tuple[str, bool]], stop: list[str], inc
         assert (again + other.finish(), other_found) == (released, found)
 
 
-def test_no_work_is_repeated_on_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    checker = StopStringChecker(["a" * 50 + "b"])
-    next_state = mock.Mock(wraps=checker._next_state)
-    monkeypatch.setattr(checker, "_next_state", next_state)
-    released = [checker.feed("a")[0] for _ in range(2000)]
-    assert next_state.call_count == 2000
-    assert "".join(released) == "a" * 1950
-
-
 @pytest.mark.parametrize("stop", [[], [""], ["a", ""]])
 def test_empty_stop_strings_are_refused(stop: list[str]) -> None:
     with pytest.raises(ValueError, match="stop="):
@@ -93,52 +83,6 @@ def ids_of(text: str) -> list[int]:
     return [tokenizer().backend.encode(character, add_special_tokens=False).ids[0] for character in text]
 
 
-def test_a_stop_string_across_tokens() -> None:
-    stream = TextStream(tokenizer(), stop=["</s>", "zzz"])
-    deltas = []
-    for token_id in ids_of("a </b></"):
-        assert stream.push([token_id]) is None
-        assert stream.num_tokens_kept == 1
-        deltas.append(stream.take_delta())
-    assert deltas == ["a", " ", "", "", "</b", ">", "", ""]
-    assert stream.push(ids_of("s>xyz")) == "</s>"
-    stream.finish()
-    assert (stream.num_tokens_kept, stream.take_delta(), stream.text) == (2, "", "a </b>")
-
-
-def test_without_stop_strings_text_is_released_at_once() -> None:
-    stream = TextStream(tokenizer())
-    for character in "STOP":
-        assert stream.push(ids_of(character)) is None
-        assert stream.take_delta() == character
-
-
-@pytest.mark.parametrize(
-    ("min_tokens", "kept", "text", "found"),
-    [(0, 2, "a", "."), (1, 2, "a", "."), (2, 4, "a.b", "."), (3, 4, "a.b", "."), (4, 5, "a.b.c", None)],
-)
-def test_min_tokens_delays_stop_strings(min_tokens: int, kept: int, text: str, found: str | None) -> None:
-    stream = TextStream(tokenizer(), stop=["."], min_tokens=min_tokens)
-    assert stream.push(ids_of("a.b.c")) == found
-    assert (stream.num_tokens_kept, stream.text) == (kept, text)
-
-
-@pytest.mark.parametrize(("include", "text"), [(False, ""), (True, "ab")])
-def test_a_match_may_begin_within_min_tokens(include: bool, text: str) -> None:
-    stream = TextStream(tokenizer(), stop=["ab"], min_tokens=1, include_stop_str_in_output=include)
-    assert (stream.push(ids_of("a")), stream.take_delta()) == (None, "")
-    assert stream.push(ids_of("b")) == "ab"
-    assert (stream.num_tokens_kept, stream.text) == (1, text)
-
-
-def test_finish_releases_unfinished_bytes() -> None:
-    stream = TextStream(tokenizer(), stop=["\ufffd"])
-    stream.push([*ids_of("a"), *tokenizer().encode("😀", add_special_tokens=False)[:-1]])
-    assert stream.text == "a"
-    stream.finish()
-    assert (stream.text, stream.stop_string) == ("a\ufffd", None)
-
-
 @pytest.mark.parametrize(("include", "text"), [(False, "hi"), (True, "hi<|end|>")])
 def test_the_text_of_a_stop_token_is_left_out(include: bool, text: str) -> None:
     stream = TextStream(tokenizer(), skip_special_tokens=False, include_stop_str_in_output=include)
@@ -146,14 +90,6 @@ def test_the_text_of_a_stop_token_is_left_out(include: bool, text: str) -> None:
     assert stream.push(ids, ends_with_stop_token=True) is None
     stream.finish()
     assert (stream.num_tokens_kept, stream.text) == (3, text)
-
-
-def test_a_leading_space_behind_a_prompt() -> None:
-    fallback = Tokenizer(byte_fallback_backend())
-    for prompt, text in (([], "the fox"), (fallback.encode("run"), " the fox")):
-        stream = TextStream(fallback, prompt)
-        stream.push(fallback.encode("the fox", add_special_tokens=False))
-        assert stream.text == text
 
 
 @pytest.mark.parametrize("stream", [TextStream(None), TextStream(tokenizer(), detokenize=False)])

@@ -4,7 +4,6 @@ import json
 import random
 import signal
 import threading
-from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,12 +17,9 @@ from tests.helpers.engines import EOS
 
 from fleetfoot import SamplingParams, StructuredOutputsParams
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.engine import wire
-from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.records.structured_outputs import with_closed_objects
-from fleetfoot.sampling_params import GuidedDecodingParams
 from fleetfoot.structured import compiler, processes
 from fleetfoot.structured.compiler import GrammarCompiler
 from fleetfoot.structured.grammars import MAX_CHARS, MAX_DEPTH
@@ -75,19 +71,6 @@ def grammars(tokenizer: Tokenizer) -> GrammarCompiler:
 def test_bad_fields_are_named(fields: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"structured_outputs.*{message}"):
         SamplingParams(structured_outputs=fields)
-
-
-def test_forms_of_the_same_parameters() -> None:
-    params = StructuredOutputsParams(json={"type": "integer"})
-    made = SamplingParams(structured_outputs=params)
-    assert made.structured_outputs == params and made.structured_outputs is not params
-    assert made == SamplingParams(structured_outputs={"json": {"type": "integer"}, "backend": "auto"})  # type: ignore[arg-type]
-    assert made == SamplingParams(guided_decoding=GuidedDecodingParams(json={"type": "integer"}))  # type: ignore[call-arg]
-    assert made.clone() == made
-    with pytest.raises(TypeError, match=r"guided_decoding.*give one of them"):
-        SamplingParams(structured_outputs=params, guided_decoding=params)  # type: ignore[call-arg]
-    request = EngineRequest("r", None, array("i", [5, 700]), made, [[3]], None, 1, 0, None, 0.0)
-    assert wire.decode_as(wire.ClientMessage)(wire.encoder().encode(request)) == request
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
@@ -407,32 +390,7 @@ def test_engines_that_cannot_have_grammars(make: Any, message: str, tokenizer: T
         make(tokenizer).compile(StructuredOutputsParams(choice=["a"]))
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model(tokenizer: Tokenizer) -> None:
-    grammar = GrammarCompiler(lambda: tokenizer, VOCAB - 100, [EOS]).compile(StructuredOutputsParams(regex="[a-z]+"))
-    assert isinstance(grammar.matcher, LLMatcher) and grammar.tokenizer.vocab_size == VOCAB - 100
-    assert len(allowed(grammar.matcher.compute_bitmask())) > 26
-
-
 # --- the state of a sequence ------------------------------------------------------------------------------------------
-
-
-def test_a_shorter_output_is_read_again(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    state = grammars.start(StructuredOutputsParams(regex="abab|abcd"), min_tokens=0, ignore_eos=False)
-    a, b, c, d = (tokenizer.get_vocab()[letter] for letter in "abcd")
-    for output in ([a, b, a], [a, b], [a, b, c, d]):
-        state.read(output)
-        assert state.catch_up(output) == ""
-    assert state.matcher.is_stopped()
-    state.read([a, b, c, d, d])
-    assert f"refuses token {d}" in state.catch_up([a, b, c, d, d])
-
-
-def test_bits_are_cleared_unless_nothing_would_be_left() -> None:
-    mask = np.array([0b1011, -(2**31)], dtype=np.int32)
-    clear_bits(mask, [1, 63, 500])
-    assert mask.tolist() == [0b1001, 0]
-    clear_bits(mask, [0, 3])
-    assert mask.tolist() == [0b1001, 0]
 
 
 @pytest.mark.parametrize(("marker", "split"), [("</think>", 1), ("ab", 3), ("</think>\n", 2)])
@@ -531,46 +489,6 @@ def test_masks_of_random_walks(
     free = masks.masks[masks.rows.index(7)].copy()
     clear_bits(free, [EOS, 2])
     assert free[0] == ~0b110 and np.all(free[1:] == -1)
-
-
-def test_masks_before_the_grammar_begins(masker: TokenMasker, grammars: GrammarCompiler) -> None:
-    """Every token is allowed there but an end token, which ``ignore_eos`` excludes."""
-    params = StructuredOutputsParams(choice=["xy"], reasoning_end="</think>")
-    states = [grammars.start(params, min_tokens=0, ignore_eos=True) for _ in range(4)]
-    requests = [request_of(state, str(number)) for number, state in enumerate(states)]
-    thoughts = grammars._load_vocabulary().text.encode("xy so")
-    banned = np.full(-(-PADDED // 32), -1, dtype=np.int32)
-    clear_bits(banned, [EOS, 2])
-    for token in thoughts:
-        masks, failed = masker.compute(step_of(4), requests)
-        masker.settle()
-        assert masks is not None and masks.masks.tolist() == [banned.tolist()] * 4 and not failed
-        for request in requests:
-            request.output_token_ids.append(token)
-
-
-def test_masks_behind_drafts(masker: TokenMasker, grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    """Of each draft that the grammar accepts; behind another one every token is allowed."""
-    a, b, c, d = (tokenizer.get_vocab()[letter] for letter in "abcd")
-    params = StructuredOutputsParams(regex="[ab][bc]+[de]")
-    states = [grammars.start(params, min_tokens=0, ignore_eos=False) for _ in "123"]
-    requests = [request_of(state, str(number)) for number, state in enumerate(states)]
-    output = SchedulerOutput(0, [0, 1, 2], [4] * 3, 3, 3, 12, num_drafts=3, structured=[0, 1, 2])
-    expected: list[bytes] = []
-    for accepted in ([a, b, c], [b], []):
-        matcher = states[0].matcher.deep_copy()
-        expected.append(matcher.compute_bitmask())
-        for token in accepted:
-            assert matcher.consume_token(token)
-            expected.append(matcher.compute_bitmask())
-        expected += [b"\xff" * len(expected[0])] * (3 - len(accepted))
-    for _ in range(3):
-        states[0].drafts, states[1].drafts, states[2].drafts = [a, b, c], [b, d, c], [-1] * 3
-        masks, failed = masker.compute(output, requests)
-        masker.settle()
-        assert masks is not None and not failed
-        found = dict(zip(masks.rows, masks.masks, strict=True))
-        assert [found[row].tobytes() for row in range(12)] == expected
 
 
 def test_processes_that_end(grammars: GrammarCompiler, caplog: pytest.LogCaptureFixture) -> None:

@@ -221,16 +221,3 @@ def test_prompts_that_are_truncated() -> None:
     with pytest.raises(FieldError) as raised:
         processor.process("r", text, SamplingParams(truncate_prompt_tokens=100))
     assert (raised.value.field, raised.value.code) == ("prompt", TOO_LONG)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_truncation_as_an_argument(side: str) -> None:
-    tokenizer = TextTokenizer(MADE["llama2"], settings={"truncation_side": side})
-    text = "the little fox ran " * 1000
-    whole = tokenizer.encode(text)
-    kept = tokenizer.encode(text, truncation=True, max_length=20)
-    assert kept == (whole[:20] if side == "right" else [whole[0], *whole[-19:]])
-    columns = tokenizer(text, truncation=True, max_length=20, return_offsets_mapping=True)
-    assert columns["input_ids"] == kept
-    begins = [begin for begin, end in columns["offset_mapping"] if end]
-    assert begins[-1] > 18_000 if side == "left" else begins[-1] < 100

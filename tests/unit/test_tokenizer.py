@@ -2,12 +2,9 @@
 
 import copy
 import functools
-import json
 import logging
 import pickle
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -114,31 +111,11 @@ def test_config_is_read_as_transformers_reads_it(tmp_path: Path, config: dict[st
     assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("with_added_tokens_decoder", [False, True])
-def test_special_tokens_map_file(tmp_path: Path, with_added_tokens_decoder: bool) -> None:
-    config = {"added_tokens_decoder": {}} if with_added_tokens_decoder else {}
-    folder = save(byte_level_backend(), tmp_path, eos_token="<|end|>", **config)
-    token = {"content": "<|im_end|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-    special = {"eos_token": token, "additional_special_tokens": ["<more>"]}
-    (folder / "special_tokens_map.json").write_text(json.dumps(special))
-    ours, theirs = load_both(folder)
-    assert ours.eos_token == theirs.eos_token == ("<|end|>" if with_added_tokens_decoder else "<|im_end|>")
-    assert ours.backend.get_vocab() == theirs.get_vocab()
-
-
 def test_a_named_tokenizer_json_is_loaded_with_the_files_beside_it(tmp_path: Path) -> None:
     folder = save(byte_level_backend(), tmp_path, eos_token="<|end|>")
     assert Tokenizer.from_path(folder / "tokenizer.json").eos_token_id == 1
     (folder / "tokenizer_config.json").unlink()
     assert Tokenizer.from_path(str(folder)).eos_token_id is None
-
-
-def test_truncation_and_padding_of_the_file_have_no_effect(tmp_path: Path) -> None:
-    backend = byte_level_backend()
-    backend.enable_truncation(4)
-    backend.enable_padding(length=64)
-    ids = Tokenizer.from_path(save(backend, tmp_path)).encode("one two three four five six")
-    assert 4 < len(ids) < 64
 
 
 @pytest.mark.parametrize(
@@ -324,53 +301,6 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
 def test_what_is_not_supported_is_named(call: Callable[[Any], Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call(embedded()[0])
-
-
-def test_text_that_cannot_be_encoded() -> None:
-    tokenizer = Tokenizer(byte_level_backend())
-    with pytest.raises(ValueError, match=r"lone surrogate '\\ud83d' at position 2"):
-        tokenizer.encode("ab\ud83d")
-    with pytest.raises(TypeError, match="must be a str or a list of them, not int"):
-        tokenizer.encode([5])
-
-
-@pytest.mark.parametrize("kind", BACKENDS)
-def test_ids_beyond_the_vocabulary_have_no_text(kind: str) -> None:
-    tokenizer = Tokenizer(BACKENDS[kind]())
-    ids = tokenizer.encode("the fox", add_special_tokens=False)
-    unknown = [len(tokenizer), 10**6]
-    assert tokenizer.decode([unknown[0], *ids, unknown[1]]) == tokenizer.decode(ids)
-    for token_id in unknown:
-        assert tokenizer.convert_ids_to_tokens(token_id) is None
-        assert tokenizer.decode_token(token_id) == ""
-        assert tokenizer.token_bytes(token_id) == b""
-
-
-@pytest.mark.parametrize(
-    ("kind", "token", "text", "data"),
-    [
-        ("byte_level", "Ġfox", " fox", b" fox"),
-        ("byte_level", "ðŁ", "\ufffd", b"\xf0\x9f"),
-        ("byte_level", "<|begin|>", "<|begin|>", b"<|begin|>"),
-        ("byte_fallback", "▁the", " the", b" the"),
-        ("byte_fallback", "<0xC3>", "\ufffd", b"\xc3"),
-        ("word_level", "café", "café", "café".encode()),
-    ],
-)
-def test_single_tokens(kind: str, token: str, text: str, data: bytes) -> None:
-    tokenizer = Tokenizer(BACKENDS[kind]())
-    token_id = tokenizer.convert_tokens_to_ids(token)
-    assert token_id is not None
-    assert (tokenizer.decode_token(token_id), tokenizer.token_bytes(token_id)) == (text, data)
-
-
-def test_imports_are_lazy() -> None:
-    code = (
-        "import sys; import fleetfoot.tokenizer.text_stream;"
-        "assert 'tokenizers' not in sys.modules; import fleetfoot.tokenizer.tokenizer;"
-        "assert not {'torch', 'jinja2', 'transformers'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_copies_and_pickles() -> None:

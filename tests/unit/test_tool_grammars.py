@@ -20,8 +20,6 @@ from fleetfoot.parsers.grammar import Rules, forced_calls, loosened, pattern_ter
 from fleetfoot.parsers.harmony import HarmonyFormat
 from fleetfoot.parsers.registry import TOOL_FORMATS, MessageFormat
 from fleetfoot.parsers.typed import argument_variants
-from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.structured.grammars import after_reasoning, make_grammar
 from fleetfoot.structured.mask_space import set_only
 from fleetfoot.structured.masks import ReasoningEnd
 from fleetfoot.structured.vocabulary import VocabularySource
@@ -254,20 +252,6 @@ def test_patterns_with_other_anchors_are_any_text():
     assert pattern_terminal("a") == "/(?s:.*)(a)(?s:.*)/"
 
 
-def test_a_required_argument_without_a_schema_is_any_value(vocabulary):
-    tool = Tool("f", {"properties": {"a": {"const": 1}}, "required": ["a", "b"]})
-    hermes = '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>'
-    tagged = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n{}</tool_call>"
-    argument = "<arg_key>b</arg_key>\n<arg_value>[2]</arg_value>\n"
-    for form, call, without, complete in (
-        ("hermes", hermes, '{"a": 1}', '{"a": 1, "b": [2]}'),
-        ("glm45", tagged, "", argument),
-    ):
-        grammar = forced_calls(TOOL_FORMATS[form], [tool], vocabulary[2], is_single=True)
-        assert _accepts(vocabulary, grammar, call.format(complete))
-        assert not _accepts(vocabulary, grammar, call.format(without))
-
-
 def _accepts(vocabulary, grammar, text):
     """Whether a text is whole under a grammar."""
     backend, tokenizer, ids = vocabulary
@@ -340,43 +324,6 @@ def test_strict_messages_of_harmony(vocabulary, can_think):
     assert _accepts(vocabulary, grammar, f"{THOUGHT}{CALL}{PAINT}") == can_think
     assert _accepts(vocabulary, grammar, f'{CALL.replace("paint", "noop")}{{"any": [1]}}')
     for text in ("Hi.", f"{CALL}{{}}", f"{CALL.replace('paint', 'other')}{{}}", f"{preamble}{CALL}"):
-        assert not _accepts(vocabulary, grammar, text)
-
-
-def test_an_answer_within_a_frame(vocabulary):
-    rules = Rules(vocabulary[2])
-    frame = rules.render(HarmonyFormat.message(TOOLS[:1], rules, answer="@answer"))
-    params = StructuredOutputsParams(choice=["yes", "no"])
-    grammar = make_grammar(params, Rules({}), lambda grammar: "").framed(frame).text
-    json_final = "<|channel|>final <|constrain|>json<|message|>"
-    for text in (f"{FINAL}yes", f"{json_final}no", f"{THOUGHT}{FINAL}no", f"{CALL}{PAINT}"):
-        assert _accepts(vocabulary, grammar, text)
-    assert not _accepts(vocabulary, grammar, f"{FINAL}maybe")
-    assert not _accepts(vocabulary, grammar, "yes")
-
-
-def test_an_answer_in_json_or_calls(vocabulary):
-    answer = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    frame = forced_calls(TOOL_FORMATS["hermes"], TOOLS, vocabulary[2], is_single=True, has_answer=True)
-    framing = StructuredOutputsParams(json=answer)
-    grammar = make_grammar(framing, Rules({}), lambda grammar: "").framed(frame).text
-    assert _accepts(vocabulary, grammar, '{"n": 3}')
-    assert _accepts(vocabulary, grammar, '<tool_call>\n{"name": "noop", "arguments": {}}\n</tool_call>')
-    assert not _accepts(vocabulary, grammar, "text")
-
-
-@pytest.mark.parametrize(
-    "constraint", [{"choice": ["yes", "no"]}, {"regex": "yes|no"}, {"json": {"enum": ["yes", "no"]}}], ids=str
-)
-@pytest.mark.parametrize(("begin", "end"), [("<think>", "</think>"), ("<|start|>", "<|end|>")])
-def test_an_answer_after_reasoning_or_without(vocabulary, begin, end, constraint):
-    params = StructuredOutputsParams(**constraint)
-    plain = make_grammar(params, Rules({}), lambda grammar: "")
-    grammar = after_reasoning(plain, begin, end, Rules(vocabulary[2])).text
-    yes, no = ('"yes"', '"no"') if "json" in constraint else ("yes", "no")
-    for text in (yes, f"{begin}Hm, {{}} {no}\n{end}\n\n{no}", f"{begin}{end}{no}"):
-        assert _accepts(vocabulary, grammar, text)
-    for text in ("maybe", f"{begin}{yes}", f"{begin}Hm{end}maybe", f"{yes}{begin}Hm{end}"):
         assert not _accepts(vocabulary, grammar, text)
 
 

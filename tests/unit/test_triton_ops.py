@@ -20,7 +20,6 @@ from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.runtime.row_padding import readable_rows
 from fleetfoot.kernels.sampling.sample import RandomRows
-from fleetfoot.kernels_hopper.linear.tilings import choose_hopper_tiling
 from fleetfoot.records.forward_context import RotaryInputs
 
 TRITON = triton_kernels()
@@ -232,112 +231,6 @@ def test_the_library_adds_to_the_residual() -> None:
 def test_float32_is_for_the_library() -> None:
     weight, x = torch.randn(64, 32), torch.randn(3, 32)
     assert torch.equal(TRITON.prepare_linear(weight)(x), torch.nn.functional.linear(x, weight))
-
-
-@pytest.mark.parametrize(
-    ("shape", "gated", "may_split", "kind"),
-    [
-        ((1, 4096, 1024), False, False, "staged"),  # Qwen3-0.6B: qkv
-        ((8, 1024, 3072), False, True, "staged"),  # its down
-        ((1, 151936, 1024), False, False, "streamed"),  # its head
-        ((1, 14336, 4096), True, False, "streamed"),  # Llama-3.1-8B: gate and up
-        ((8, 4096, 14336), False, True, "streamed"),  # its down
-        ((1, 4096, 2560), False, False, "staged"),  # an odd number of chunks
-        ((1, 4096, 1000), False, False, "streamed"),  # no chunks at all
-        ((16, 4096, 4096), False, True, "tiled"),
-        ((64, 151936, 1024), False, False, "tiled"),
-        ((65, 151936, 1024), False, False, None),
-        ((200, 4096, 1024), False, False, "tiled"),
-        ((128, 14336, 4096), True, False, "tiled"),
-        ((129, 14336, 4096), True, False, None),
-        ((192, 3072, 1024), True, False, "tiled"),
-        ((64, 256, 1024), False, False, None),  # too few tiles to read with
-        ((16, 2048, 1536), False, False, "tiled"),  # few, but short
-        ((16, 2048, 4096), False, False, None),
-        ((1, 8, 1024), False, False, None),
-        ((1, 1024, 1023), False, False, None),  # rows that are not aligned
-    ],
-)
-def test_choose_tiling(shape: tuple[int, int, int], gated: bool, may_split: bool, kind: str | None) -> None:
-    tiling = choose_tiling(*shape, gated=gated, may_split=may_split, limits=H100)
-    assert (tiling and tiling.kernel) == kind
-    if tiling and kind == "staged":
-        assert tiling.inputs * tiling.num_warps * tiling.stages == shape[2]
-
-
-@pytest.mark.parametrize(
-    ("shape", "kind", "tile"),
-    [
-        ((256, 4096, 1024), "plain", (128, 64, 1)),
-        ((128, 4096, 1024), "plain", (64, 64, 1)),
-        ((128, 6144, 4096), "plain", (64, 128, 1)),  # twice as many tiles would be two rounds
-        ((256, 6144, 4096), "plain", None),  # the library is faster
-        ((256, 1024, 3072), "residual", (128, 64, 2)),
-        ((128, 1024, 3072), "residual", (64, 64, 3)),
-        ((256, 2048, 2048), "residual", (128, 64, 1)),
-        ((256, 4096, 14336), "residual", (128, 128, 2)),
-        ((256, 4096, 4096), "residual", None),
-        ((128, 3072, 1024), "gated", (64, 128, 1)),
-        ((256, 3072, 1024), "gated", (128, 128, 1)),
-        ((256, 14336, 4096), "gated", (256, 128, 1)),  # 2 rounds, 85% busy
-        ((200, 14336, 4096), "gated", None),
-        ((256, 6144, 2048), "gated", None),
-        ((64, 4096, 1024), "plain", None),
-        ((33, 151936, 1024), "plain", (64, 128, 1)),  # a head
-        ((64, 128256, 4096), "plain", (64, 128, 1)),
-        ((32, 151936, 1024), "plain", None),
-        ((257, 4096, 1024), "plain", None),
-        ((256, 4100, 1024), "plain", None),  # rows of the output would not be aligned
-    ],
-)
-def test_choose_tiling_for_hopper(shape: tuple[int, int, int], kind: str, tile: tuple[int, int, int] | None) -> None:
-    keywords = {"gated": kind == "gated", "may_split": kind == "residual", "limits": H100}
-    tiling = choose_hopper_tiling(*shape, **keywords)
-    if tile is None:
-        assert tiling == choose_tiling(*shape, **keywords)
-    else:
-        assert tiling is not None
-        assert (tiling.kernel, tiling.row_tile, tiling.outputs, tiling.splits) == ("hopper", *tile)
-        assert tiling.shared_bytes(kind == "gated") < H100.shared_bytes
-
-
-@pytest.mark.parametrize("limits", HOPPERS)
-def test_tiles_for_hopper_keep_the_multiprocessors_busy(limits: GPULimits) -> None:
-    """Each has one program; those beyond would be a second round."""
-    num_sms, sizes, kinds = limits.num_sms, (1024, 1536, 2048, 3072, 4096, 8192, 14336), set()
-    for num_rows, num_outputs, num_inputs in itertools.product((65, 128, 200, 256), sizes, sizes):
-        for kind in ("plain", "gated", "residual"):
-            keywords = {"gated": kind == "gated", "may_split": kind == "residual", "limits": limits}
-            tiling = choose_hopper_tiling(num_rows, num_outputs, num_inputs, **keywords)
-            if tiling is None or tiling.kernel != "hopper":
-                continue
-            kinds.add(kind)
-            outputs = tiling.outputs // (2 if kind == "gated" else 1)
-            tiles = -(-num_rows // tiling.row_tile) * -(-num_outputs // outputs) * tiling.splits
-            assert tiles >= 0.45 * num_sms
-            assert tiles <= num_sms or (kind == "gated" and tiles >= 0.84 * -(-tiles // num_sms) * num_sms)
-    assert kinds == {"plain", "gated", "residual"}
-
-
-@pytest.mark.parametrize(
-    ("shape", "gated", "outputs", "stages"),
-    [
-        ((1, 151936, 1024), False, 16, 3),  # few chunks: many resident programs
-        ((8, 151936, 1024), False, 32, 2),
-        ((1, 152064, 3584), False, 16, 4),
-        ((1, 128256, 4096), False, 16, 6),
-        ((1, 2048, 8192), False, 16, 8),  # a multiprocessor for each program
-        ((1, 5120, 17408), False, 16, 4),  # one round of three resident programs
-        ((1, 8960, 1536), True, 16, 3),
-        ((1, 14336, 4096), True, 8, 6),
-    ],
-)
-def test_stages_leave_room_for_resident_programs(
-    shape: tuple[int, int, int], gated: bool, outputs: int, stages: int
-) -> None:
-    tiling = choose_tiling(*shape, gated=gated, may_split=False, limits=H100)
-    assert tiling is not None
-    assert (tiling.kernel, tiling.outputs, tiling.stages) == ("streamed", outputs, stages)
 
 
 @pytest.mark.parametrize("gated", [False, True])

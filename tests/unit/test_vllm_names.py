@@ -44,13 +44,6 @@ def test_a_setting_that_only_vllm_has(name: str, value: Any, advice: str, owner:
         EngineConfig.from_keywords({"model": "x", name: value}, owner=owner)
 
 
-def test_settings_that_both_have_are_taken() -> None:
-    both = {"tokenizer": "t", "seed": 3, "gpu_memory_utilization": 0.8, "enforce_eager": True}
-    both["trust_remote_code"] = True
-    config = EngineConfig.from_keywords({"model": "m", "tensor_parallel_size": 1, **both}, owner="LLM")
-    assert {name: getattr(config, name) for name in both} == both
-
-
 def test_values_that_change_nothing_are_taken() -> None:
     neutral = {name: values[0] for name, (values, _) in vllm_names.ENGINE_KEYWORDS.items() if values}
     for given in (
@@ -143,14 +136,6 @@ def test_sampling_parameters_of_vllm(name: str, value: Any, advice: str) -> None
     assert SamplingParams(**neutral, n=2) == SamplingParams(n=2)
     with pytest.raises(TypeError, match=f"SamplingParams got an unknown keyword '{name}'; .*{advice}"):
         SamplingParams(**{name: value})
-
-
-def test_keywords_that_ask_for_nothing_are_taken() -> None:
-    vllm_names.check_call_keywords(
-        "LLM.chat", call, {name: neutral for name, (neutral, _) in vllm_names.CALL_KEYWORDS.items()}
-    )
-    vllm_names.check_call_keywords("LLM.chat", call, dict.fromkeys(vllm_names.CALL_KEYWORDS))
-    vllm_names.check_call_keywords("LLM.chat", call, {"lora_request": [], "mm_processor_kwargs": {}})
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.helpers.kernels import cpu_kernels, reference_kernels
 from tests.helpers.paged_models import Rank
-from tests.helpers.specs import changed, model_config
+from tests.helpers.specs import model_config
 
-from fleetfoot.config.model import ModelConfig, RopeConfig
+from fleetfoot.config.model import ModelConfig
 from fleetfoot.distributed.groups import Groups
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.native_ops import NativeLinear
@@ -118,13 +118,6 @@ def test_files(layout: str, tmp_path: Path) -> None:
     assert_same(load(tmp_path), tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_values_are_converted(dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = {name: tensor.to(dtype) for name, tensor in random_tensors().items()}
-    save(tmp_path, tensors)
-    assert_same(load(tmp_path), {name: tensor.float() for name, tensor in tensors.items()})
-
-
 def test_a_tied_matrix_under_either_name_or_both(tmp_path: Path) -> None:
     tensors = random_tensors(tied=True)
     assert HEAD not in tensors
@@ -147,20 +140,6 @@ def test_an_export_of_the_base_model(tmp_path: Path) -> None:
         assert_same(load(tmp_path, tied=tied), tensors)
     with pytest.raises(WeightError, match=rf"1 missing\n  missing {HEAD}: expected \[11, 8\]\n\(no output head"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_part_of_a_model_takes_its_own_tensors(tied: bool, tmp_path: Path) -> None:
-    tensors = random_tensors(tied=tied)
-    save(tmp_path, {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})  # redundant
-    assert_same(load(tmp_path, tied=tied), tensors)
-    first, last = (load(tmp_path, tied=tied, layers=layers) for layers in (range(1), range(1, 2)))
-    assert (NORM in first, NORM in last) == (False, True)
-    assert (EMBEDDING in first, EMBEDDING in last) == (True, tied)
-    assert_same({**first, **last}, tensors)
-    save(tmp_path, {**tensors, UP: torch.ones(1)})
-    with pytest.raises(WeightError, match="1 unexpected"):
-        load(tmp_path, tied=tied, layers=range(1))
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_the_old_weights(tmp_path: Path) -> None:
@@ -257,19 +236,6 @@ def test_broken_checkpoints(case: str, tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_half_prefixed_checkpoint_and_a_truncated_file(tmp_path: Path) -> None:
-    tensors = random_tensors()
-    save(tmp_path, {"norm.weight" if name == NORM else name: tensor for name, tensor in tensors.items()})
-    with pytest.raises(WeightError, match=rf"missing {NORM}: expected \[8\]\n  unexpected norm.weight"):
-        load(tmp_path)
-    (tmp_path / ONE).unlink()
-    save_sharded(tmp_path, tensors)
-    path = tmp_path / "model-00002-of-00003.safetensors"
-    path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(WeightError, match=r"00002-of-00003.safetensors is not a whole safetensors file \(\d+ bytes;"):
-        load(tmp_path)
-
-
 @pytest.mark.skipif(bool(native_problem()), reason="reads of a file that was cut end the process")
 @pytest.mark.parametrize("left", [-1, 3 * 4096 + 8], ids=["last-page", "middle"])
 def test_a_file_that_is_cut_while_it_is_open(left: int, tmp_path: Path) -> None:
@@ -312,9 +278,6 @@ def test_load_formats(tmp_path: Path) -> None:
 
 
 SHARED = model_config("LlamaForCausalLM", 40, 16, 24, 2, 4, 2, 4, 32, qkv_bias=True, o_bias=True, mlp_bias=True)
-ROPES = (RopeConfig(rotary_dim=2), RopeConfig())
-MERGED = changed(SHARED, has_merged_projections=True, qk_norm=True, layer_ropes=ROPES)
-"""One tensor of several layers in the checkpoint, and rows that are stored in another order."""
 
 
 def load_rank(config: ModelConfig, folder: Path | None, rank: int, size: int, *more: Any) -> CausalLM:
@@ -329,22 +292,6 @@ def save_shared(folder: Path, config: ModelConfig = SHARED, *, tied: bool = Fals
     tensors = weights(whole)
     save(folder, tensors)
     return shared, tensors
-
-
-@pytest.mark.parametrize(("tied", "config"), [(False, SHARED), (True, SHARED), (False, MERGED)])
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_hold_their_parts_and_together_all(tied: bool, config: ModelConfig, size: int, tmp_path: Path) -> None:
-    shared, tensors = save_shared(tmp_path, config, tied=tied)
-    found = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
-    for rank in range(size):
-        specs = list(load_rank(shared, tmp_path, rank, size).weight_specs())
-        for spec in specs:
-            assert torch.equal(spec.destination(), part_of(tensors, spec))
-            assert spec.shape == tensors[spec.name].shape
-            put_part(found, spec)
-        absent = tensors.keys() - {spec.name for spec in specs}
-        assert absent == {name for name in tensors if rank and name.endswith(("o_proj.bias", "down_proj.bias"))}
-    assert_same(found, tensors)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -424,48 +371,6 @@ def test_padding_of_the_vocabulary_is_zero(tied: bool, tmp_path: Path) -> None:
         assert logits.shape == (16, 16)
         assert not logits[size:].any()
         assert torch.equal(logits[:size], tensors[EMBEDDING if tied else HEAD][16 * rank :][:16])
-
-
-def test_a_rank_finds_what_does_not_fit(tmp_path: Path) -> None:
-    shared, tensors = save_shared(tmp_path, tied=False)
-    tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(16)  # rank 1 has none, and expects that
-    tensors[K] = torch.zeros(4, 16)  # the size of rank 1's part of 8 rows
-    save(tmp_path, {**tensors, UP: torch.ones(1)})
-    message = rf"1 misshapen, 1 unexpected\n  misshapen {K}: found \[4, 16\], expected \[8,"
-    with pytest.raises(WeightError, match=message):
-        load_rank(shared, tmp_path, 1, 2)
-
-
-def test_a_rank_compares_tied_copies_within_its_part(tmp_path: Path) -> None:
-    shared, tensors = save_shared(tmp_path, tied=True)
-    copy = tensors[EMBEDDING].clone()
-    copy[39] += 1
-    save(tmp_path, {**tensors, HEAD: copy})
-    for rank in (0, 1, 3):  # the last has no tokens at all
-        load_rank(shared, tmp_path, rank, 4)
-    with pytest.raises(WeightError, match=f"{HEAD} differs from {EMBEDDING}"):
-        load_rank(shared, tmp_path, 2, 4)
-
-
-@pytest.mark.parametrize("config", [SHARED, MERGED])
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_share_the_dummy_weights_of_the_whole(config: ModelConfig, size: int) -> None:
-    whole = weights(ModelLoader(config, CONTEXT, None, "dummy", 3).load())
-    for rank in range(size):
-        for spec in load_rank(config, None, rank, size, "dummy", 3).weight_specs():
-            assert torch.equal(spec.destination(), part_of(whole, spec))
-
-
-@pytest.mark.parametrize("part", [(slice(100, 1100), slice(0, 1024)), (slice(0, 1200), slice(512, 768))])
-def test_large_dummy_weights_repeat_no_row_in_no_part(part: tuple[slice, slice], monkeypatch: Patch) -> None:
-    monkeypatch.setattr("fleetfoot.weights.dummy._MAX_COPIED", 100_000)
-    whole, held = torch.empty(1200, 1024), torch.empty(1200, 1024)[part]
-    fill_dummy([WeightSpec("matrix", (1200, 1024), lambda: whole)], seed=0)
-    fill_dummy([WeightSpec("matrix", (1200, 1024), lambda: held, part=part)], seed=0)
-    assert torch.equal(held, whole[part])
-    assert torch.equal(whole.view(-1)[1048573:], whole.view(-1)[: 1200 * 1024 - 1048573])
-    assert len(whole.unique(dim=0)) == 1200
-    assert whole.std().item() == pytest.approx(0.02, rel=0.01)
 
 
 def test_dummy_weights() -> None:
