@@ -102,6 +102,34 @@ def test_a_preempted_request_comes_before_others_of_its_flow_and_of_new_ones() -
     assert next(iter(drive.step())) == "b"
 
 
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 2, "num_blocks": 64}, {"num_blocks": 15}], ids=["rows", "blocks"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_flow_with_all_rows_or_blocks_makes_way_for_others(limits: dict[str, int], depth: int) -> None:
+    """One of its requests, which goes on when theirs have run."""
+    long = [request_of(name, 9, 40, flow="long") for name in "abcd"]
+    drive = Drive(scheduler_of(**limits), *long)
+    for _ in range(6):
+        drive.step()
+    running = [request for request in long if request.row >= 0]
+    small = [request_of(name, 2, 1, flow=flow) for name, flow in (("x", "small"), ("y", "small"), ("z", "other"))]
+    for request in small:
+        drive.scheduler.add_request(request)
+    num_steps = 0
+    while not all(request.is_finished for request in small):
+        while len(drive.in_flight) < depth and (output := drive.scheduler.schedule()) is not None:
+            drive.in_flight.append(output)
+        drive.update(drive.in_flight.pop(0))
+        num_steps += 1
+    assert num_steps <= 4 * (1 + depth) and not any(request.is_finished for request in long)
+    if "max_num_seqs" in limits:
+        assert sum(request.num_preemptions for request in running) <= len(small)
+    while drive.scheduler.requests:
+        if (output := drive.scheduler.schedule()) is not None:
+            drive.in_flight.append(output)
+        drive.update(drive.in_flight.pop(0))
+    assert all(len(request.output_token_ids) == 40 for request in long)
+
+
 def test_flows_that_have_had_their_turns_are_forgotten() -> None:
     drive = Drive(scheduler_of(priority=True))
     for number in range(1000):

@@ -78,6 +78,7 @@ def make_request(rng: random.Random, name: str, config: SchedulerConfig) -> Requ
         seed=0,
         cache_salt=rng.choice([None, None, "a"]),
         priority=rng.randint(0, 2),
+        flow=rng.choice("aab"),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Set
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import chain, islice
 
 from fleetfoot.records.request import Request
@@ -40,6 +40,7 @@ class WaitingQueue:
         self._now: dict[int, int] = {}  # the latest turn of each priority that has begun to run
         self._begin = 0  # the same of priorities that are not in `_now`
         self._last_turns: dict[tuple[int, str], int] = {}  # by priority and flow, where they are after `_now`
+        self._flows: dict[str, dict[int, Request]] = {}  # what was pushed and not popped, by flow and number
         self._aside: list[Request] = []  # counted, and not in the heap
         self._holds_new = False
         self._selected: Set[str] | None = None
@@ -56,6 +57,7 @@ class WaitingQueue:
         for request in requests:
             if request.turn < 0:
                 self._take_turn(request)
+            self._flows.setdefault(request.flow, {})[request.sequence_number] = request
             is_new = self._holds_new and request.num_cached_tokens < 0
             if is_new if self._selected is None else request.request_id not in self._selected:
                 self._aside.append(request)
@@ -75,7 +77,7 @@ class WaitingQueue:
 
     def clear(self) -> list[Request]:
         """Remove all requests, and return those that were counted."""
-        waiting, self._heap, self._aside, self._size = list(self), [], [], 0
+        waiting, self._heap, self._aside, self._flows, self._size = list(self), [], [], {}, 0
         return waiting
 
     def hold_new(self) -> None:
@@ -123,9 +125,35 @@ class WaitingQueue:
 
     def pop(self) -> None:
         """Remove `first`."""
-        priority, turn, *_ = heappop(self._heap)
+        priority, turn, number, request = heappop(self._heap)
         self._now[priority] = max(turn, self._now.get(priority, self._begin))
         self._size -= 1
+        del self._flows[request.flow][number]
+        if not self._flows[request.flow]:
+            del self._flows[request.flow]
+
+    @property
+    def flows(self) -> Set[str]:
+        """Those that have been pushed and not popped."""
+        return self._flows.keys()
+
+    def first_beside(self, flows: Set[str]) -> Request | None:
+        """The next request, as urgent as `first`, of another flow than these; None: there is none."""
+        if (first := self.first) is None or self._aside:
+            return None
+        heads = (
+            next((one for one in requests.values() if not one.is_finished and one.priority == first.priority), None)
+            for flow, requests in self._flows.items()
+            if flow not in flows
+        )
+        return min((one for one in heads if one is not None), key=lambda one: one.turn, default=None)
+
+    def advance(self, request: Request) -> None:
+        """Make a request that waits `first`, before others of its priority."""
+        self._heap = [entry for entry in self._heap if entry[-1] is not request]
+        request.turn = min([request.turn, *(entry[1] - 1 for entry in self._heap if entry[0] == request.priority)])
+        self._heap.append((request.priority, request.turn, request.sequence_number, request))
+        heapify(self._heap)
 
 
 def select_microbatch(running: list[Request], num_stages: int, step: int) -> tuple[list[Request], int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
@@ -118,6 +118,8 @@ class Scheduler:
         self._num_held = 0  # blocks that the steps in flight will free
         self._num_held_reserved = 0  # of these, blocks that requests of the current step wait for
         self._num_ended = 0  # requests of `running` that have ended in the current update
+        self._lacks_room = False  # whether the last step lacked a row, or blocks, for the first request that waits
+        self._leaving: Request | None = None  # the last request that made way for another flow
 
     def change_config(self, config: SchedulerConfig) -> None:
         """Schedule the next steps within other limits of a step."""
@@ -210,6 +212,9 @@ class Scheduler:
         The step is idle if nothing can be computed and nothing is in flight, but the KV connector has work.
         """
         batch, self._is_scheduling = _Batch(self.config.max_num_batched_tokens), True
+        if self._lacks_room:
+            self._lacks_room = False
+            self._make_way()
         num_preemptions = self._num_preemptions
         self._microbatch, num_drafts = self.running, self.drafting.num_proposed
         if self.config.num_stages > 1:
@@ -338,6 +343,29 @@ class Scheduler:
         self._waiting.push(victim)
         return victim
 
+    def _make_way(self) -> None:
+        """Preempt the youngest request of the flow with the most of them, for one of a flow without any: a client with
+        many long sequences would have all rows, or all blocks, until these end. The one that makes way comes next."""
+        leaving = self._leaving
+        if leaving is not None and leaving.row >= 0 and leaving.status is RequestStatus.PREEMPTED:
+            return  # steps in flight use its row and its blocks
+        first = self._waiting.first
+        if first is None or not self.running or self._waiting.flows <= {self.running[0].flow, ""}:
+            return
+        flows = Counter(one.flow for one in self.running if one.priority >= first.priority)
+        needy = self._waiting.first_beside(flows.keys() | {""})
+        flow, count = (flows.most_common(1) or [("", 0)])[0]
+        if needy is None or count < 2:
+            return
+        for victim in reversed(self.running):
+            if victim.flow == flow and not victim.reaches_limit_in_flight:
+                self._waiting.advance(needy)
+                self.running.remove(victim)
+                self.running.append(victim)
+                victim.turn = needy.turn + 1
+                self._leaving = self._preempt_last()
+                return
+
     def _schedule_chunk(self, batch: _Batch, request: Request) -> None:
         """Add the next chunk of a prefill. Its blocks were allocated when it was admitted, but for those of windows,
         which may allow a shorter chunk only, or none."""
@@ -406,6 +434,7 @@ class Scheduler:
                 is_alone = not (self.running or self._in_flight or transfers.num_loading)
                 if not (self.blocks.frees_windows and is_alone):
                     transfers.make_room(num_missing - self._num_held)
+                    self._lacks_room = True
                     return None
                 if num_matched:  # it is computed instead, in less room
                     if transfers.make_room(num_missing - self._num_held):
@@ -424,6 +453,7 @@ class Scheduler:
             if not num_matched:
                 return self._run(request)
             transfers.start_load(request, num_matched)
+        self._lacks_room = request is not None
         return None
 
     def _fits_step(self, request: Request, num_computed: int, budget: int) -> bool:
