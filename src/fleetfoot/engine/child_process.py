@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.engine.local_server import SCHEME
 from fleetfoot.engine.wire import ENGINE_IGNORES, EngineState, ProcessSettings
 from fleetfoot.plan.forced_runner import forced_runners
 from fleetfoot.utils.own_files import OwnFolder
@@ -67,7 +68,7 @@ class EngineProcess:
     ) -> None:
         self._variables = variables
         self._folder = OwnFolder("fleetfoot-serve-")
-        self.address = f"ipc://{self._folder.path / 'engine'}"
+        self.address = f"{SCHEME}{self._folder.path / 'engine'}"
         runner = next((block.runner for block in forced_runners()), None)
         self._settings = ProcessSettings(config, self.address, log_level, log_format, runner)
         self.start_again()

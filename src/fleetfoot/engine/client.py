@@ -17,7 +17,7 @@ from typing import Any, cast
 from fleetfoot.engine import wire
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import LONG_TEXT, InputProcessor, Limit, check_room, input_size, needs_grammar
-from fleetfoot.engine.link import EngineLink, Link
+from fleetfoot.engine.link import Link, connect
 from fleetfoot.engine.output_processor import OutputProcessor, merge_outputs
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.inputs import PromptType
@@ -139,7 +139,7 @@ class EngineClient:
 
     def __init__(self, engine: str | Link, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._link: Link = EngineLink(engine) if isinstance(engine, str) else engine
+        self._link: Link = connect(engine) if isinstance(engine, str) else engine
         self._numbers = count()
         self._streams: dict[str, OutputStream] = {}
         self._open: set[int] = set()  # numbers of sequences that the engine has

@@ -13,12 +13,15 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from fleetfoot.engine import wire
+from fleetfoot.engine.local_server import SCHEME, framed, take_messages
 from fleetfoot.engine.wire import HEARTBEAT_MS, ClientMessage, Dead, EngineMessage, Hello, Outputs, Ready
 from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.curve import KeyPair, connect_with, curve_pair, frames_of, message_of
 
 _MOST_MERGED = 16
 """Messages that are decoded at a time."""
+_RETRY_MS = 10
+"""Between two attempts to connect."""
 MAX_REFUSALS = 3
 """An engine that ends so many connections in a row before the proof has another key, and is not about to end."""
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -49,11 +52,93 @@ class Link(Protocol):
         ...
 
 
+def connect(address: str, key: ClusterKey | None = None, *, detects_loss: bool = False) -> EngineLink | LocalLink:
+    """A connection with an engine's process; arguments as of `EngineLink`."""
+    if address.startswith(SCHEME):
+        return LocalLink(address.removeprefix(SCHEME))
+    return EngineLink(address, key, detects_loss=detects_loss)
+
+
+async def _greet(link: Link) -> Ready:
+    link.send(Hello())
+    message = await link.receive()
+    if isinstance(message, Dead):
+        raise ValueError(message.text)
+    assert isinstance(message, Ready), message
+    return message
+
+
+class LocalLink(asyncio.Protocol):
+    """A connection with an engine's process on this machine, which may not be ready yet. ``path``: of its socket."""
+
+    def __init__(self, path: str) -> None:
+        self._encode, self._decode = wire.encoder().encode, wire.decode_as(EngineMessage)
+        self._transport: asyncio.Transport | None = None
+        self._received, self._unsent = bytearray(), bytearray()
+        self._contents: list[bytes] = []
+        self._arrived: deque[EngineMessage] = deque()
+        loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] = loop.create_future()
+        self._lost: asyncio.Future[None] = loop.create_future()
+        self._connecting = loop.create_task(self._connect(path))
+
+    async def _connect(self, path: str) -> None:
+        while self._transport is None:
+            try:
+                await asyncio.get_running_loop().create_unix_connection(lambda: self, path)
+            except OSError:
+                await asyncio.sleep(_RETRY_MS / 1e3)
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        transport.write(bytes(self._unsent))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        self._contents += take_messages(self._received)
+        if self._contents and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def hello(self) -> Ready:
+        return await _greet(self)
+
+    async def lost(self) -> None:
+        """Wait until the connection has ended."""
+        await asyncio.shield(self._lost)
+
+    def send(self, message: ClientMessage) -> None:
+        content = framed(self._encode(message))
+        if self._transport is None:
+            self._unsent += content
+        else:
+            self._transport.write(content)
+
+    async def receive(self) -> EngineMessage:
+        if not self._arrived:
+            if self._contents:
+                await asyncio.sleep(0)  # others have their turn, also while messages keep coming
+            else:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            contents, self._contents = self._contents[:_MOST_MERGED], self._contents[_MOST_MERGED:]
+            self._arrived.extend(merge_steps(map(self._decode, contents)))
+        return self._arrived.popleft()
+
+    def close(self, linger: int = 1000) -> None:
+        """Disconnect, once queued messages are sent."""
+        self._connecting.cancel()
+        if self._transport is not None:
+            self._transport.close()
+
+
 class EngineLink:
-    """A connection with an engine's process.
+    """A connection with an engine's process by ZeroMQ.
 
     Args:
-        address: of its socket, ``ipc://PATH`` or ``tcp://HOST:PORT``.
+        address: of its socket, such as ``tcp://HOST:PORT``.
         key: of the deployment, for TCP.
         detects_loss: whether a connection without signs of life is closed.
     """
@@ -65,7 +150,7 @@ class EngineLink:
         self.socket.set_hwm(0)
         self.socket.linger = 0
         self.socket.ipv6 = True  # besides IPv4
-        self.socket.reconnect_ivl = 10
+        self.socket.reconnect_ivl = _RETRY_MS
         if detects_loss:
             self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = HEARTBEAT_MS, 5 * HEARTBEAT_MS
         if key is not None:
@@ -79,12 +164,7 @@ class EngineLink:
         self._without_waiting = zmq.Socket.shadow(self.socket.underlying)  # the same socket
 
     async def hello(self) -> Ready:
-        self.send(Hello())
-        message = await self.receive()
-        if isinstance(message, Dead):
-            raise ValueError(message.text)
-        assert isinstance(message, Ready), message
-        return message
+        return await _greet(self)
 
     async def lost(self) -> None:
         """Wait until the connection has ended. Raises ValueError: the engine has another cluster key."""

@@ -22,6 +22,7 @@ from fleetfoot.engine import wire
 from fleetfoot.engine.calls import CALLS
 from fleetfoot.engine.engine import LLMEngine, build_engine
 from fleetfoot.engine.input_processor import EngineRequest
+from fleetfoot.engine.local_server import SCHEME, LocalServer
 from fleetfoot.engine.output_router import OutputRouter
 from fleetfoot.engine.remote_calls import RemoteCalls, bring_to, state_of
 from fleetfoot.plan.forced_runner import begin_forcing
@@ -83,12 +84,14 @@ class EngineServer:
 
     Args:
         engine: with an `OutputRouter`.
-        socket: a bound socket of `engine_socket`.
+        socket: that clients connect with.
         lifeline: a file descriptor; data or its end of file stops the loop.
         can_stop: whether clients can stop the engine.
     """
 
-    def __init__(self, engine: LLMEngine, socket: zmq.Socket[bytes], lifeline: int, *, can_stop: bool = True) -> None:
+    def __init__(
+        self, engine: LLMEngine, socket: LocalServer | RemoteServer, lifeline: int, *, can_stop: bool = True
+    ) -> None:
         router: Any = engine.output_processor
         self._engine = engine
         self._router: OutputRouter = router
@@ -106,7 +109,7 @@ class EngineServer:
             engine.live.state_identity()
         self._facts = self._current_facts()
         self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(socket.pollable, zmq.POLLIN)
         self._poller.register(lifeline, zmq.POLLIN)
         self._arrivals = Arrivals()
         self._compiling: list[tuple[Future[Any], bytes, EngineRequest | wire.Call]] = []
@@ -136,7 +139,7 @@ class EngineServer:
     def _receive(self, *, wait: bool = False) -> None:
         """Handle the messages that have arrived, and add up to `MOST_ADDED` requests; with ``wait`` wait for a message,
         or for the end of the lifeline."""
-        ready = dict(self._poller.poll(None if wait else 0))
+        ready = dict(self._poller.poll(None if wait and not self._socket.has_more else 0))
         if self._lifeline in ready:
             self._stopping = True
         if self._compiled in ready:
@@ -155,12 +158,12 @@ class EngineServer:
 
     def _read(self) -> None:
         for _ in range(MOST_READ):
-            try:
-                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                message = self._decode(message_of(frames))
-            except zmq.Again:
+            if (arrived := self._socket.receive()) is None:
                 return
-            except (IndexError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            client, content = arrived
+            try:
+                message = self._decode(content)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 logger.warning("data that is no message of a client is ignored: %s", error)
                 continue
             if client in self._clients or isinstance(message, wire.Hello):
@@ -254,11 +257,7 @@ class EngineServer:
     def _send(self, client: bytes, message: wire.EngineMessage) -> None:
         if client not in self._clients:
             return
-        try:
-            self._socket.send_multipart((client, *frames_of(self._encode(message))))
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
+        if not self._socket.send(client, self._encode(message)):
             self._clients.discard(client)
             logger.warning("a client of the engine has gone away; its requests are aborted")
             self._router.drop(client)
@@ -268,20 +267,35 @@ class EngineServer:
             self._send(client, message)
 
 
-def engine_socket(context: zmq.Context[Any], keys: KeyPair | None = None) -> zmq.Socket[bytes]:
-    """A socket for an engine's clients. Sending raises EHOSTUNREACH for a client that is gone.
+class RemoteServer:
+    """As `LocalServer`, for clients of other machines: they must have the key, and a connection without signs of life
+    is closed. ``pollable`` is to be bound."""
 
-    ``keys``: for TCP, where clients must have the key, and a connection without signs of life is closed.
-    """
-    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-    socket.set_hwm(0)
-    socket.linger = 1000
-    socket.router_mandatory = 1
-    socket.maxmsgsize = wire.MAX_MESSAGE_BYTES
-    if keys is not None:
+    has_more = False
+
+    def __init__(self, context: zmq.Context[Any], keys: KeyPair) -> None:
+        socket = self.pollable = context.socket(zmq.ROUTER)
+        socket.set_hwm(0)
+        socket.linger = 1000
+        socket.router_mandatory = 1  # sending raises EHOSTUNREACH for a client that is gone
         listen_with(socket, keys)
         socket.heartbeat_ivl, socket.heartbeat_timeout = wire.HEARTBEAT_MS, 5 * wire.HEARTBEAT_MS
-    return socket
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        try:
+            client, *frames = self.pollable.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return client, message_of(frames)
+
+    def send(self, client: bytes, message: bytes) -> bool:
+        try:
+            self.pollable.send_multipart((client, *frames_of(message)))
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
 
 def _is_of(number: int, client: bytes, owner: bytes, message: EngineRequest | wire.Call) -> bool:
@@ -348,14 +362,9 @@ def _run(settings: wire.ProcessSettings) -> int:
             engine.shutdown()
             return wire.EXIT_OTHER_STATE
     tune_collections()
-    context = zmq.Context()
-    try:
-        with engine_socket(context) as socket:
-            socket.bind(settings.address)
-            exit_code = EngineServer(engine, socket, sys.stdin.fileno()).run()
-            engine.shutdown()
-    finally:
-        context.term()
+    with contextlib.closing(LocalServer(settings.address.removeprefix(SCHEME))) as server:
+        exit_code = EngineServer(engine, server, sys.stdin.fileno()).run()
+        engine.shutdown()
     return exit_code
 
 

@@ -28,7 +28,7 @@ class ProcessSettings:
 
     config: EngineConfig
     address: str
-    """The address of the socket, ``ipc://...``."""
+    """The address of the socket, ``unix://...``."""
     log_level: int
     log_format: str
     forced_runner: str | None = None

@@ -18,7 +18,7 @@ import msgspec
 
 from fleetfoot.engine.calls import CALLS
 from fleetfoot.engine.input_processor import EngineRequest
-from fleetfoot.engine.link import EngineLink
+from fleetfoot.engine.link import EngineLink, LocalLink, connect
 from fleetfoot.engine.wire import (
     Call,
     ClientMessage,
@@ -77,7 +77,7 @@ class _Engine:
     name: str
     address: str
     is_prefill: bool
-    link: EngineLink | None = None
+    link: EngineLink | LocalLink | None = None
     """None: it is not connected."""
     facts: Ready | None = None
     interruption: str = ""
@@ -254,7 +254,7 @@ class GroupLink:
     async def _keep(self, engine: _Engine) -> None:
         """Connect with an engine, again and again."""
         while True:
-            link = EngineLink(engine.address, self._group.key, detects_loss=self.detects_loss)
+            link = connect(engine.address, self._group.key, detects_loss=self.detects_loss)
             lost = asyncio.ensure_future(link.lost())
             work = asyncio.ensure_future(self._serve(engine, link))
             try:
@@ -275,7 +275,7 @@ class GroupLink:
                     self._leave(engine)
                 link.close(linger=0)
 
-    async def _serve(self, engine: _Engine, link: EngineLink) -> None:
+    async def _serve(self, engine: _Engine, link: EngineLink | LocalLink) -> None:
         """Take the messages of an engine until it fails."""
         facts = await link.hello()
         self._check_transfers(engine, facts)

@@ -19,7 +19,6 @@ from fleetfoot.config.engine import MAX_RESTARTS, EngineConfig
 from fleetfoot.engine.child_process import EngineProcess
 from fleetfoot.engine.client import EngineClient
 from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.engine.link import EngineLink
 from fleetfoot.engine.wire import EXIT_OTHER_STATE, Call, ClientMessage, Dead, EngineMessage, Failed, Held, Reply, Stop
 from fleetfoot.server.engine_group import EngineGroup, GroupLink
 
@@ -54,7 +53,7 @@ class OwnEngineLink(GroupLink):
         else:
             super().send(message)
 
-    async def _serve(self, engine: Any, link: EngineLink) -> None:
+    async def _serve(self, engine: Any, link: Any) -> None:
         try:
             await super()._serve(engine, link)
         except (ValueError, msgspec.MsgspecError) as error:

@@ -35,19 +35,20 @@ def serve_engine(config: EngineConfig, host: str, port: int, key: ClusterKey) ->
     from fleetfoot.engine.engine import build_engine
     from fleetfoot.engine.link import engine_keys
     from fleetfoot.engine.output_router import OutputRouter
-    from fleetfoot.engine.process import EngineServer, engine_socket
+    from fleetfoot.engine.process import EngineServer, RemoteServer
     from fleetfoot.utils.curve import ClientCheck
 
     own, clients = engine_keys(key)
     context = zmq.Context()
     check = ClientCheck(context, clients[0])
     try:
-        with engine_socket(context, own) as listener:
+        server = RemoteServer(context, own)
+        with server.pollable as listener:
             address = bind(listener, host, port)  # before the engine is loaded, which may take minutes
             engine = build_engine(config, output_processor=OutputRouter)
             with _signal_pipe() as lifeline:
                 print(json.dumps({"address": address}), flush=True)
-                exit_code = EngineServer(engine, listener, lifeline, can_stop=False).run()
+                exit_code = EngineServer(engine, server, lifeline, can_stop=False).run()
             engine.shutdown()
     finally:
         check.close()
