@@ -214,7 +214,7 @@ def test_closing_ends_workers_and_pending_jobs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compile_ahead, "CompilePool", partial(CompilePool, command=SILENT))
     ahead, kernel = CompileAhead(8), SlowKernel()
     ahead.queue(lambda: [launcher(kernel, (1,))(torch.zeros(4), name) for name in "abcdefghijkl"])
-    futures = [each.future for _, each in ahead._kernels]
+    futures = [each.future for _, each in ahead.kernels]
     ahead.close()
     assert kernel.compiled == []
     assert all(future.cancelled() or future.exception() is not None for future in futures)
@@ -273,6 +273,16 @@ def test_dry_passes_of_every_kind_of_engine_are_dry_and_complete(part: int) -> N
     for kind, report in reports.items():
         assert min(report.pop("requested"), report.pop("launched")) > 20, kind
         assert report == {"missing": [], "changed": [], "kept": []}, kind
+
+
+@compiled
+def test_a_plan_counts_the_kernels_that_the_bar_of_a_start_counts_to() -> None:
+    reports = json.loads(run_python("-m", "tests.helpers.counted_kernels", is_forked=True))
+    assert len(reports) == 3
+    for kind, report in reports.items():
+        number, num_graphs = report.pop("plan")
+        assert number > 60, kind
+        assert report == {"bar": [[0, number], [number, number]], "compiled": number, "graphs": num_graphs}, kind
 
 
 def test_a_cache_that_cannot_be_written_holds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from fleetfoot.config.engine import EngineConfig
     from fleetfoot.config.kv_transfer import KVTransferConfig
     from fleetfoot.config.model import ModelConfig
-    from fleetfoot.plan.kernel_table import KernelTable
     from fleetfoot.plan.machine import Machine
     from fleetfoot.plan.oracle import Decision
     from fleetfoot.plan.plan import EnginePlan
@@ -95,6 +94,9 @@ Without flags of the machine, the plan is for this one. With them it is for the 
     decided on its size)
   capacity: longest_context, requests_at_longest_context, requests_at_max_model_len (at the same time),
     context_at_max_num_seqs (of each)
+  compiles_kernels: whether a start compiles the kernels of all steps, and captures the graphs, before it is ready
+  num_kernels, with --kernels: how many those are, with those that are in the cache; the bar of a start counts to it;
+    null: they are compiled when they are first launched
   kernel_table, with --kernels: for each operation, lists of the first and the last number (of rows, logits, tokens or
     requests, as its name says), and the kernel that computes as many, with its tile
 A model that no runner can load has its decision, and null for what follows from its shape.
@@ -179,15 +181,16 @@ def make_report(config: EngineConfig, machine: Machine, *, with_kernels: bool = 
             raise  # the config is invalid
         decision, device = decide(config, model, machine), machine.choose_device(config.device)
         return _decision_report(decision, model.architecture, device, problem=str(error))
-    return plan_report(plan) | ({"kernel_table": _kernel_table(plan)} if with_kernels else {})
+    return plan_report(plan) | (_kernels(plan) if with_kernels else {})
 
 
-def _kernel_table(plan: EnginePlan) -> KernelTable:
+def _kernels(plan: EnginePlan) -> dict[str, Any]:
     if find_spec("triton") is None:
         raise ValueError("the table of kernels needs Triton, which is not installed here; leave --kernels out")
-    from fleetfoot.plan.kernel_table import kernel_table  # and torch
+    from fleetfoot.executor.kernel_count import count_kernels  # and torch
+    from fleetfoot.plan.kernel_table import kernel_table
 
-    return kernel_table(plan)
+    return {"kernel_table": kernel_table(plan), "num_kernels": count_kernels(plan)}
 
 
 def _decision_report(decision: Decision, architecture: str, device: str, *, problem: str = "") -> dict[str, Any]:
@@ -205,20 +208,10 @@ def _decision_report(decision: Decision, architecture: str, device: str, *, prob
         "architecture": architecture,
         "device": device,
     }
-    of_the_shape = (
-        "attention_backend",
-        "kernels",
-        "native_variant",
-        "layers",
-        "layer_chain",
-        "positions",
-        "graphs",
-        "parallel",
-        "drafter",
-        "kv_connector",
-    )
+    of_layers = ("attention_backend", "kernels", "native_variant", "layers", "layer_chain", "positions", "graphs")
+    of_ranks = ("parallel", "drafter", "kv_connector", "kv_layout", "memory", "capacity")
     of_requests = ("workers", "pooling", "logits_processors", "sleep")
-    return decided | dict.fromkeys((*of_the_shape, *of_requests, "kv_layout", "memory", "capacity"))
+    return decided | dict.fromkeys((*of_layers, *of_ranks, *of_requests))
 
 
 def _sleep(plan: EnginePlan) -> dict[str, int] | None:
@@ -232,96 +225,95 @@ def _sleep(plan: EnginePlan) -> dict[str, int] | None:
 
 def plan_report(plan: EnginePlan) -> dict[str, Any]:
     """Everything that was decided. Sizes in bytes, lengths in tokens. `fleetfoot plan --help` describes the keys."""
-    model, memory, table, most = plan.model, plan.memory, plan.capture_table, plan.config.max_num_seqs
-    longest = min(plan.max_model_len, memory.num_tokens)
-    ranks = plan.config.tensor_parallel_size, plan.config.pipeline_parallel_size
-    specs = kv_cache_specs(model, plan.dtype, tensor_parallel_size=ranks[0], layers=pipeline_layers(model, 0, ranks[1]))
-    layout = KVLayout(memory.num_blocks, memory.block_size, plan.kv_dtype, specs, plan.kv_layout, memory.groups)
+    model, memory, config, is_gpu = plan.model, plan.memory, plan.config, plan.device == "cuda"
+    chain, longest = dataclasses.asdict(plan.layer_chain), min(plan.max_model_len, memory.num_tokens)
     return _decision_report(plan.decision, model.architecture, plan.device) | {
         "warnings": list(plan.warnings),
-        "gpu_name": plan.machine.gpu_name if plan.device == "cuda" else None,
+        "gpu_name": plan.machine.gpu_name if is_gpu else None,
         "dtype": plan.dtype,
         "num_parameters": model.num_parameters,
         "experts": _experts(plan),
         "attention_backend": plan.kernels["attention"],
         "kernels": dict(plan.kernels),
-        "hopper_problem": plan.machine.hopper_problem if plan.device == "cuda" and plan.machine.is_hopper else "",
+        "hopper_problem": plan.machine.hopper_problem if is_gpu and plan.machine.is_hopper else "",
         "native_variant": plan.native_variant,
         "layers": list(_layers(plan)),
         "weights": list(_weights(plan)),
-        "layer_chain": {
-            **dataclasses.asdict(plan.layer_chain),
-            "max_contexts": [[*pair] for pair in plan.layer_chain.max_contexts],
-        },
-        "compiles_layers": plan.config.compiles_layers,
+        "layer_chain": {**chain, "max_contexts": [[*pair] for pair in plan.layer_chain.max_contexts]},
+        "compiles_layers": config.compiles_layers,
+        "compiles_kernels": plan.compiles_kernels,
         "positions": list(_positions(model)),
         "async_scheduling": plan.async_scheduling,
         "max_model_len": plan.max_model_len,
-        "max_num_seqs": most,
+        "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": plan.max_num_batched_tokens,
         "prompt_step_s": plan.prompt_step_s,
-        "graphs": {
-            "num_shapes": len(table.shapes),
-            "num_graphs": len(table.graphs),
-            "bytes": table.num_bytes(model.num_layers, model.hidden_size * DTYPE_BYTES[plan.dtype]),
-            "seconds": table.seconds(model.num_layers),
-            "decode": list(table.decode),
-            "short": list(table.short),
-            "num_drafts": table.num_drafts,
-            "uniform": list(table.uniform),
-            "mixed": list(table.mixed),
-            "split": list(table.split),
-            "full_step": table.full_step,
-            "is_captured": bool(table.shapes) and plan.kernels.is_capturable,
-        },
-        "workers": {
-            "executor": plan.executor,
-            "on_error": plan.config.on_error,
-            "max_restarts": plan.max_restarts,
-        },
+        "graphs": _graphs(plan),
+        "workers": {"executor": plan.executor, "on_error": config.on_error, "max_restarts": plan.max_restarts},
         "parallel": _parallel(plan),
         "drafter": _drafter(plan),
         "pooling": None if plan.pooling is None else {"tasks": plan.pooling.tasks, **dataclasses.asdict(plan.pooling)},
         "logits_processors": [processor.__qualname__ for processor in plan.logits_processors],
         "sleep": _sleep(plan),
         "kv_connector": None if plan.connector is None else _kv_connector(plan.connector.config),
-        "kv_layout": {
-            "name": plan.kv_layout,
-            "reason": plan.decision.kv_layout_reason,
-            "cost": _cost_of_layout(plan),
-            "dimensions": list(LAYOUT_DIMENSIONS[plan.kv_layout]),
-            "shape": layout.dimension_sizes,
-            "num_layers": model.num_layers,
-            "dtype": plan.kv_dtype,
-            "bytes_per_block": memory.bytes_per_block,
-            "groups": [
-                {
-                    "window": group.window,
-                    "states": group.num_slots if group.is_state else 0,
-                    "max_snapshots": plan.config.max_state_snapshots if group.is_state else 0,
-                    "layers": layout.group_of_layers.count(index),
-                    "blocks": group.blocks_per_slab,
-                    "bytes_per_block": layout.group_bytes[index],
-                }
-                for index, group in enumerate(memory.groups)
-            ],
-        },
+        "kv_layout": _kv_layout(plan),
         "memory": {
             "total": memory.total,
             "budget": memory.budget,
             **memory.parts(),
-            "left": memory.left,
-            "num_blocks": memory.num_blocks,
-            "block_size": memory.block_size,
-            "num_tokens": memory.num_tokens,
+            **{name: getattr(memory, name) for name in ("left", "num_blocks", "block_size", "num_tokens")},
             "kv_cache_is": memory.kv_reason,
         },
         "capacity": {
             "longest_context": longest,
-            "requests_at_longest_context": memory.concurrency(longest, most),
-            "requests_at_max_model_len": memory.concurrency(plan.max_model_len, most),
-            "context_at_max_num_seqs": min(plan.max_model_len, memory.longest_of(memory.num_blocks // most)),
+            "requests_at_longest_context": memory.concurrency(longest, config.max_num_seqs),
+            "requests_at_max_model_len": memory.concurrency(plan.max_model_len, config.max_num_seqs),
+            "context_at_max_num_seqs": min(
+                plan.max_model_len, memory.longest_of(memory.num_blocks // config.max_num_seqs)
+            ),
         },
+    }
+
+
+def _graphs(plan: EnginePlan) -> dict[str, Any]:
+    table, model = plan.capture_table, plan.model
+    return {
+        "num_shapes": len(table.shapes),
+        "num_graphs": len(table.graphs),
+        "bytes": table.num_bytes(model.num_layers, model.hidden_size * DTYPE_BYTES[plan.dtype]),
+        "seconds": table.seconds(model.num_layers),
+        "num_drafts": table.num_drafts,
+        **{kind: list(getattr(table, kind)) for kind in ("decode", "short", "uniform", "mixed", "split")},
+        "full_step": table.full_step,
+        "is_captured": bool(table.shapes) and plan.kernels.is_capturable,
+    }
+
+
+def _kv_layout(plan: EnginePlan) -> dict[str, Any]:
+    model, memory, ranks = plan.model, plan.memory, plan.config
+    layers = pipeline_layers(model, 0, ranks.pipeline_parallel_size)
+    specs = kv_cache_specs(model, plan.dtype, tensor_parallel_size=ranks.tensor_parallel_size, layers=layers)
+    layout = KVLayout(memory.num_blocks, memory.block_size, plan.kv_dtype, specs, plan.kv_layout, memory.groups)
+    return {
+        "name": plan.kv_layout,
+        "reason": plan.decision.kv_layout_reason,
+        "cost": _cost_of_layout(plan),
+        "dimensions": list(LAYOUT_DIMENSIONS[plan.kv_layout]),
+        "shape": layout.dimension_sizes,
+        "num_layers": model.num_layers,
+        "dtype": plan.kv_dtype,
+        "bytes_per_block": memory.bytes_per_block,
+        "groups": [
+            {
+                "window": group.window,
+                "states": group.num_slots if group.is_state else 0,
+                "max_snapshots": plan.config.max_state_snapshots if group.is_state else 0,
+                "layers": layout.group_of_layers.count(index),
+                "blocks": group.blocks_per_slab,
+                "bytes_per_block": layout.group_bytes[index],
+            }
+            for index, group in enumerate(memory.groups)
+        ],
     }
 
 
@@ -363,11 +355,8 @@ def _experts(plan: EnginePlan) -> dict[str, Any] | None:
             spec = model.layers[layers[0]].experts
             assert spec is not None
             held = dataclasses.replace(spec, num_experts=split.most_slots(number))
-            stages = (
-                pipeline_layers(model, rank, size)
-                for size in [plan.config.pipeline_parallel_size]
-                for rank in range(size)
-            )
+            num_stages = plan.config.pipeline_parallel_size
+            stages = (pipeline_layers(model, rank, num_stages) for rank in range(num_stages))
             method = plan.linear_methods.of_experts(f"model.layers.{layers[0]}.mlp.experts")
             most = max(len([layer for layer in layers if layer in stage]) for stage in stages)
             kind["bytes"] = most * method.num_bytes(held, model.hidden_size, plan.dtype)

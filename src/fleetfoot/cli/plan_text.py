@@ -16,7 +16,7 @@ def plan_text(model: str, report: dict[str, Any]) -> str:
     """The report of `fleetfoot.cli.plan.make_report`, one fact per line."""
     lines = [*_decision_lines(model, report)]
     if report["memory"] is not None:
-        lines += [*_setup_lines(report), *graph_lines(report), *_memory_lines(report)]
+        lines += [*_setup_lines(report), *graph_lines(report), *_compilation_lines(report), *_memory_lines(report)]
     texts = [f"{name:<18}{text}" for name, text in lines]
     return "\n".join([*texts, *kernel_lines(report.get("kernel_table", {}))])
 
@@ -186,6 +186,13 @@ def graph_lines(report: dict[str, Any]) -> _Lines:
             yield "", f"{name}: {_ranges(graphs[name])} {unit}"
     if graphs["full_step"] is not None:
         yield "", f"full step: {graphs['full_step']} tokens, or nearly as many"
+
+
+def _compilation_lines(report: dict[str, Any]) -> _Lines:
+    if report["compiles_kernels"]:
+        number = report.get("num_kernels")
+        counted = "all kernels of steps (--kernels counts them)" if number is None else count(number, "kernel")
+        yield "before ready", f"{counted}, compiled or from the cache, and {report['graphs']['num_graphs']} graphs"
 
 
 def _memory_lines(report: dict[str, Any]) -> _Lines:

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 class Worker:
     """Implements `fleetfoot.executor.protocol.Executor` for one rank. ``groups``: from ``make_groups``, for the current
-    device; None: it is the only rank. ``ahead``: as of `ModelRunnerV2`.
+    device; None: it is the only rank. ``ahead``: as of `ModelRunnerV2`. ``device``: None: the plan's.
 
     Raises ValueError if the settings of a KV connector or of a drafter do not fit, and KernelUnavailableError if
     kernels that the plan names cannot be used.
@@ -65,11 +65,12 @@ class Worker:
         rank: int = 0,
         groups: Groups | None = None,
         ahead: CompileAhead | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.plan = plan
         self.rank = rank
         self._groups = groups or SINGLE_RANK
-        self.device = torch.device(plan.device)
+        self.device = device or torch.device(plan.device)
         if self.device.type == "cuda" and groups is not None:
             # with its number: threads that a connector starts have another current device
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -156,11 +157,9 @@ class Worker:
         context = replace(self._context, linear_methods=drafter.linear_methods)
         return build_speculation(plan.config, drafter.model, plan.max_model_len, context, plan.drafter_fusion)
 
-    def start(self) -> None:
-        """Everything before the first step, each phase logged with its seconds.
-
-        Raises PlanMismatchError if something was built that the plan does not name.
-        """
+    def prepare(self) -> None:
+        """Load the weights, and allocate the KV cache. Raises PlanMismatchError: something was built that the plan does
+        not name."""
         if self.plan.connector is not None and self.rank and self.rank % self.plan.config.local_world_size == 0:
             self.plan.weights.start()  # another node's files; see `weights_identity`
         self._release_memory()  # of the imports
@@ -181,6 +180,10 @@ class Worker:
                     f"requests: {error}; lower num_gpu_blocks_override, kv_cache_memory_bytes or max_num_seqs"
                 ) from error
         check_parts(self.plan, self.rank, self.parts())
+
+    def start(self) -> None:
+        """Everything before the first step, each phase logged with its seconds. Raises as `prepare`."""
+        self.prepare()
         with phase("warm-up"):
             self.runner.warm_up()
         if self.device.type == "cpu":
@@ -330,7 +333,7 @@ class Worker:
     def _fitting_blocks(self) -> int:
         """The plan's number of KV blocks, or fewer if the GPU has less free memory than the plan counts on."""
         memory, config = self.plan.memory.stage(self._groups.pipeline.rank), self.plan.config
-        if self.device.type == "cpu" or config.num_gpu_blocks_override or config.kv_cache_memory_bytes:
+        if self.device.type != "cuda" or config.num_gpu_blocks_override or config.kv_cache_memory_bytes:
             return memory.num_blocks
         free, total = torch.cuda.mem_get_info(self.device)
         if memory.fitting_blocks(total - free) < memory.num_blocks:

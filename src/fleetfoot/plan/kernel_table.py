@@ -33,7 +33,7 @@ from fleetfoot.kernels.quantized.scaled_hopper import has_hopper_form
 from fleetfoot.kernels.quantized.scaled_triton import FEW_ROWS as FEW_QUANTIZED_ROWS
 from fleetfoot.kernels.quantized.scaled_triton import scaled_tiling
 from fleetfoot.kernels.registry import load_kernels
-from fleetfoot.kernels.runtime.gpu_limits import GPULimits
+from fleetfoot.kernels.runtime.gpu_limits import HOPPER_LIMITS, GPULimits
 from fleetfoot.kernels.runtime.triton_support import options_text
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.quantization.base import LinearMethod
@@ -44,8 +44,6 @@ from fleetfoot.quantization.scaled import Scaled
 from fleetfoot.quantization.unquantized import UNQUANTIZED, UnquantizedExpertMethod
 from fleetfoot.records.kv_layout import KVLayout
 
-_HOPPER_BYTES = 232448
-"""Maximum shared memory of a thread block on Hopper."""
 _LIBRARY = "library"
 KernelTable = dict[str, list[tuple[int, int, str]]]
 """Operation -> its kernels: first and last number of rows, tokens or requests, and the kernel with its tiling."""
@@ -68,7 +66,7 @@ def kernel_table(plan: EnginePlan) -> KernelTable:
         raise ValueError(
             f"the table of kernels is that of one rank, and the plan has {plan.config.world_size}; leave --kernels out"
         )
-    limits = GPULimits(machine.num_sms, _HOPPER_BYTES, (9, 0))
+    limits = replace(HOPPER_LIMITS, num_sms=machine.num_sms)
     table: KernelTable = {}
     if plan.layer_chain.max_rows:
         table["whole layers, by requests"] = [*_chain_runs(plan)]

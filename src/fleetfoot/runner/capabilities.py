@@ -82,9 +82,6 @@ BLOCKS_WITH_KERNELS = (0, 32, 64, 128)
 
 KV_LAYOUTS: dict[str, tuple[str, ...]] = {
     "v1": (ARENA, BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD),
-    "v2": (
-        ARENA,
-        BLOCK_CONTIGUOUS_HND,
-    ),
+    "v2": (ARENA, BLOCK_CONTIGUOUS_HND),
 }
 """Runner -> the layouts in which it can keep the KV cache; it keeps the first one that the KV connector accepts."""

@@ -43,7 +43,9 @@ class ModelLoader:
 
     def fill(self, model: CausalLM) -> None:
         """Load the weights of a model that `load` has built, again. Raises as `load`."""
-        if self.load_format == "dummy":
+        if self.context.device.type == "meta":
+            model.process_weights_after_loading()
+        elif self.load_format == "dummy":
             fill_dummy(model.weight_specs(), self.seed)
             model.process_weights_after_loading()
         elif self.folder is None:

@@ -137,7 +137,7 @@ def scaled_linear_triton(x: torch.Tensor, weight: ScaledMatrix) -> torch.Tensor:
         return scaled_linear_torch(x, weight)
     num_rows, (num_outputs, num_inputs) = x.shape[0], weight.values.shape
     has_blocks = weight.columns < num_inputs
-    has_library = bool(weight.activations) and weight.values.dtype is FP8 and x.device.type == "cuda"
+    has_library = bool(weight.activations) and weight.values.dtype is FP8 and x.device.type != "cpu"
     has_library = has_library and (has_blocks or (weight.rows == 1 and num_outputs % _LIBRARY_MULTIPLE == 0))
     sizes = num_rows, num_outputs, num_inputs, weight.columns, gpu_limits(x.device).num_sms
     tiling = scaled_tiling(*sizes, has_library=has_library, hopper=has_hopper_kernel(weight, x.dtype))

@@ -97,7 +97,47 @@ class _Submitted(Executor):
         return future
 
 
-class CompileAhead:
+class DryPasses:
+    """Runs dry passes, and has the kernels that they would launch, each once."""
+
+    def __init__(self) -> None:
+        self.kernels: list[tuple[str, FutureKernel]] = []
+        """Their names, and how they become ready."""
+        self._submitted = _Submitted()
+        self._mode = collecting_mode(self._submitted)  # shared by all passes, so that no kernel is queued twice
+        self._requested: set[Any] = set()
+        self._slow: set[Future[Any]] = set()
+
+    def queue(self, dry_pass: Callable[[], object], begin: float = 0.0) -> None:
+        """Run ``dry_pass`` without launching kernels. ``begin``: as of `CompileAhead.queue`."""
+        # in a context of its own, so that later launches are real
+        copy_context().run(self._collect, dry_pass)
+
+    def _collect(self, dry_pass: Callable[[], object]) -> None:
+        self._mode.__enter__()  # without an exit, which would wait for all: it ends with the context
+        instead_of_launching.set(self._dry_launcher)
+        with dry_torch():
+            dry_pass()
+
+    def _dry_launcher(self, jit: Any, grid: tuple[int, ...]) -> Launch:
+        def launch(*arguments: Any, **options: Any) -> None:
+            # a model repeats its launches in every layer
+            kinds = _kinds(jit, arguments, options)
+            with suppress(TypeError):  # an argument has no hash
+                if kinds in self._requested:
+                    return
+                self._requested.add(kinds)
+            num_before = len(self._submitted.jobs)
+            kernel = jit.warmup(*arguments, grid=grid, **options)
+            if len(self._submitted.jobs) > num_before:
+                self.kernels.append((jit.__name__, kernel))
+                if getattr(jit, "compiles_slowly", False):
+                    self._slow.add(kernel.future)
+
+        return launch
+
+
+class CompileAhead(DryPasses):
     """Compiles the kernels that dry passes would launch.
 
     Args:
@@ -115,15 +155,11 @@ class CompileAhead:
         pool: CompilePool | None = None,
         starts_at_once: bool = False,
     ) -> None:
+        super().__init__()
         self._hashing = Thread(target=hash_compiler, name="fleetfoot-compile", daemon=True)
         self._hashing.start()
         self.num_processes = num_processes or count_processes()
         self._device = device
-        self._submitted = _Submitted()
-        self._mode = collecting_mode(self._submitted)  # shared by all passes, so that no kernel is queued twice
-        self._requested: set[Any] = set()
-        self._slow: set[Future[Any]] = set()
-        self._kernels: list[tuple[str, FutureKernel]] = []
         self._to_compile: deque[_Job] = deque()
         self._to_load: deque[_Job] = deque()
         self._threads: list[Thread] = []
@@ -152,7 +188,7 @@ class CompileAhead:
     @property
     def numbers(self) -> CompiledKernels:
         """Numbers of the kernels that are ready."""
-        num_ready = sum(kernel.kernel is not None for _, kernel in self._kernels)
+        num_ready = sum(kernel.kernel is not None for _, kernel in self.kernels)
         return CompiledKernels(num_ready - self._num_compiled, self._num_compiled)
 
     # --- dry passes ---------------------------------------------------------------------------------------------------
@@ -170,8 +206,7 @@ class CompileAhead:
         if self._is_closed:
             raise RuntimeError("queue was called after close")
         self._hashing.join()
-        # in a context of its own, so that later launches are real
-        copy_context().run(self._collect, dry_pass)
+        super().queue(dry_pass)
         jobs, self._submitted.jobs = self._submitted.jobs, []
         uncached: deque[_Job] = deque()
         for job in jobs:
@@ -181,36 +216,13 @@ class CompileAhead:
             (self._to_compile.appendleft if job.future in self._slow else self._to_compile.append)(job)
         self._start_threads()
 
-    def _collect(self, dry_pass: Callable[[], object]) -> None:
-        self._mode.__enter__()  # without an exit, which would wait for all: it ends with the context
-        instead_of_launching.set(self._dry_launcher)
-        with dry_torch():
-            dry_pass()
-
-    def _dry_launcher(self, jit: Any, grid: tuple[int, ...]) -> Launch:
-        def launch(*arguments: Any, **options: Any) -> None:
-            # a model repeats its launches in every layer
-            kinds = _kinds(jit, arguments, options)
-            with suppress(TypeError):  # an argument has no hash
-                if kinds in self._requested:
-                    return
-                self._requested.add(kinds)
-            num_before = len(self._submitted.jobs)
-            kernel = jit.warmup(*arguments, grid=grid, **options)
-            if len(self._submitted.jobs) > num_before:
-                self._kernels.append((jit.__name__, kernel))
-                if getattr(jit, "compiles_slowly", False):
-                    self._slow.add(kernel.future)
-
-        return launch
-
     def wait(self) -> CompiledKernels:
         """Wait until all kernels are ready, and return their numbers.
 
         Raises:
             KernelCompileError: one of them cannot be compiled or loaded.
         """
-        names = {kernel.future: (name, kernel) for name, kernel in self._kernels}
+        names = {kernel.future: (name, kernel) for name, kernel in self.kernels}
         report_progress("kernels", 0, len(names))
         for number, future in enumerate(as_completed(names), 1):
             name, kernel = names[future]

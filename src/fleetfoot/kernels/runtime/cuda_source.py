@@ -119,7 +119,8 @@ class CudaSource:
     kernel: CudaKernel
     architecture: str
     """As ``sm_90a``."""
-    nvrtc: Path
+    nvrtc: Path | None
+    """None: of a GPU that is not here, for which nothing is compiled."""
     device: torch.device
     options: ClassVar[tuple[str, ...]] = ("--std=c++17", "--fmad=true", "--device-as-default-execution-space")
 
@@ -133,12 +134,13 @@ class CudaSource:
         headers = [each for folder in self.kernel.include_paths for each in sorted(folder.glob("*.cuh"))]
         texts = [each.read_bytes() for each in (self.kernel.path, *headers)]
         hashed = [hashlib.sha256(text).hexdigest() for text in texts]
-        version = _nvrtc(self.nvrtc).version
+        version = None if self.nvrtc is None else _nvrtc(self.nvrtc).version
         kernel = self.kernel
         return repr((kernel.source, kernel.function, kernel.defines, hashed, self.options, self.architecture, version))
 
     def compile(self) -> bytes:
         """The binary, which is in the cache on disk afterwards. Raises `CudaCompileError`."""
+        assert self.nvrtc is not None
         defines = [f"-D{name}={value}" for name, value in self.kernel.defines]
         folders = [f"--include-path={folder}" for folder in self.kernel.include_paths]
         options = (f"--gpu-architecture={self.architecture}", *folders, *self.options, *defines)
@@ -303,14 +305,15 @@ class _CudaFunction:
 
 @cache
 def can_compile(device: torch.device) -> bool:
-    """Whether kernels can be compiled for ``device``: NVRTC is among the packages that torch installs."""
-    return device.type == "cuda" and find_nvrtc(torch.version.cuda) is not None
+    """Whether kernels can be compiled for ``device``: NVRTC is among the packages that torch installs. For a GPU
+    that is not here, the plan has decided that."""
+    return device.type == "meta" or (device.type == "cuda" and find_nvrtc(torch.version.cuda) is not None)
 
 
 @cache
 def _function(kernel: CudaKernel, device: torch.device) -> _CudaFunction:
     nvrtc = find_nvrtc(torch.version.cuda)
-    if nvrtc is None:
+    if nvrtc is None and device.type != "meta":
         raise RuntimeError(f"{kernel.function} needs NVRTC, which is not installed; see can_compile()")
     major, minor = gpu_limits(device).capability
     return _CudaFunction(CudaSource(kernel, f"sm_{major}{minor}{'a' if major >= 9 else ''}", nvrtc, device))

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import triton_kernel
 
 if TYPE_CHECKING:
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
 @cache
 def can_overlap(device: torch.device) -> bool:
     """Whether kernels on ``device`` can be launched so."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.version.hip is None and gpu_limits(device).capability >= (9, 0)
 
 
 def launch_options(overlap: bool) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from fleetfoot.kernels.runtime.internals import is_tested_triton
+from fleetfoot.kernels.runtime.internals import absent_driver, is_tested_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +23,29 @@ class GPULimits:
     capability: tuple[int, int]
 
 
+HOPPER_LIMITS = GPULimits(num_sms=132, shared_bytes=232448, capability=(9, 0))
+"""Those of an H100 SXM and of an H200."""
+_absent: ContextVar[GPULimits] = ContextVar("absent_gpu")
+
+
+@contextmanager
+def absent_gpu(limits: GPULimits) -> Iterator[torch.device]:
+    """A GPU that need not be here, for dry passes: torch's ``meta`` device, whose tensors have no memory."""
+    gpu_limits.cache_clear()
+    token = _absent.set(limits)
+    try:
+        with absent_driver(limits.capability):
+            yield torch.device("meta")
+    finally:
+        _absent.reset(token)
+        gpu_limits.cache_clear()
+
+
 @cache
 def gpu_limits(device: torch.device) -> GPULimits:
     """The limits of ``device``. For a CPU, where kernels are interpreted, those of a small hypothetical GPU."""
+    if device.type == "meta":
+        return _absent.get()
     if device.type != "cuda":
         return GPULimits(num_sms=4, shared_bytes=100 * 1024, capability=(0, 0))
     properties = torch.cuda.get_device_properties(device)

@@ -164,6 +164,28 @@ def release_sources(kernel: Any) -> None:
             del kernel.asm[stage]
 
 
+@contextmanager
+def absent_driver(capability: tuple[int, int]) -> Iterator[None]:
+    """Triton's driver for an NVIDIA GPU that need not be here: kernels can be requested, not compiled or launched."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    device = object()  # of its own: what was requested for another one is not known
+    before, target = driver._active, GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target,
+            get_current_device=lambda: device,
+            get_current_stream=lambda device: 0,
+            map_python_to_cpp_type=str,
+        )
+    )
+    try:
+        yield
+    finally:
+        driver._active = before  # not its `reset_active`, which looks for a GPU
+
+
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 

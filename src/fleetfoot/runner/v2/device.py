@@ -41,7 +41,7 @@ class Device(ABC):
         self._apply_staged_writes = apply_staged_writes
 
     def pinned(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32, pin_memory=self.torch_device.type != "cpu")
+        return torch.zeros(size, dtype=torch.int32, pin_memory=self.torch_device.type == "cuda")
 
     def pin(self, words: np.ndarray) -> torch.Tensor:
         """The int32 words, page-locked where that makes copies asynchronous."""
@@ -83,10 +83,13 @@ _PASSED = _PassedEvent()
 
 
 class CpuDevice(Device):
-    """The host."""
+    """The host; or that of a GPU that need not be here (`absent_gpu`), all of whose steps are dry passes."""
 
-    def __init__(self, apply_staged_writes: ApplyStagedWrites = apply_staged_writes_numpy) -> None:
-        super().__init__(torch.device("cpu"), apply_staged_writes)
+    def __init__(
+        self, apply_staged_writes: ApplyStagedWrites = apply_staged_writes_numpy, torch_device: str = "cpu"
+    ) -> None:
+        super().__init__(torch.device(torch_device), apply_staged_writes)
+        self.has_graphs = torch_device == "meta"
 
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
         return source, _PASSED
@@ -174,6 +177,6 @@ class CudaDevice(Device):
 
 def open_device(device: torch.device, kernels: Kernels) -> Device:
     """The `Device` of a torch device."""
-    if device.type == "cpu":
-        return CpuDevice(kernels.apply_staged_writes)
-    return CudaDevice(device, kernels.apply_staged_writes)
+    if device.type == "cuda":
+        return CudaDevice(device, kernels.apply_staged_writes)
+    return CpuDevice(kernels.apply_staged_writes, device.type)

@@ -103,11 +103,7 @@ class DeviceStep:
         return rows, self.model.compute_logits(hidden_states[: batch.shape.num_logits])
 
     def sample(
-        self,
-        batch: InputBatch,
-        step_output: StepOutput,
-        variant: SamplingVariant,
-        num_to_propose: int | None,
+        self, batch: InputBatch, step_output: StepOutput, variant: SamplingVariant, num_to_propose: int | None
     ) -> StepOutput:
         """From the hidden states to the drafts."""
         rows, logits = self.logits(batch, step_output)

@@ -13,7 +13,7 @@ from itertools import islice, product
 import torch
 
 from fleetfoot.distributed.groups import PipelineGroup, RankGroup
-from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, CompiledKernels, can_compile_ahead
+from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, CompiledKernels, DryPasses, can_compile_ahead
 from fleetfoot.kernels.runtime.compile_worker import CompilePool
 from fleetfoot.kernels.runtime.dry_tensors import DryPassError
 from fleetfoot.kernels.runtime.row_buckets import distinct_rows
@@ -68,16 +68,21 @@ class PaddingWork:
         """Compile every kernel that steps launch, and log the numbers and seconds. Raises `KernelCompileError`.
         ``keys``: the graphs; ``group``: of ranks that compile the same kernels."""
         begin = time.perf_counter()
-        with closing(ahead), torch.inference_mode(), self._step.model.shortened():
-            work = self.all(keys)
-            # what takes longest is compiled while the other dry passes run
-            for part in (islice(work, _FIRST), work):
-                ahead.queue(partial(self._run_dry, part), group.rank / group.size)
+        with closing(ahead):
+            self.queue(ahead, keys, group)
             kernels = ahead.wait()
         message = "kernels: %d compiled by %d processes, %d found in the cache: %.2f s"
         numbers = kernels.num_compiled, ahead.num_processes, kernels.num_found
         logger.info(message, *numbers, time.perf_counter() - begin)
         return kernels
+
+    def queue(self, passes: DryPasses, keys: Iterable[GraphKey], group: RankGroup) -> None:
+        """Request every kernel that steps launch. Arguments as of `compile`."""
+        with torch.inference_mode(), self._step.model.shortened():
+            work = self.all(keys)
+            # what takes longest is compiled while the other dry passes run
+            for part in (islice(work, _FIRST), work):
+                passes.queue(partial(self._run_dry, part), group.rank / group.size)
 
     def _run_dry(self, works: Iterable[Callable[[], object]]) -> None:
         for work in works:

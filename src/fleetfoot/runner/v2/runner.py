@@ -23,7 +23,7 @@ import torch
 
 from fleetfoot.fusion import LayerFusion
 from fleetfoot.fusion.decoder import fuse
-from fleetfoot.kernels.runtime.compile_ahead import CompileAhead
+from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, DryPasses
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.model_state import StateSizes
 from fleetfoot.records.forward_context import IntermediateTensors
@@ -142,6 +142,10 @@ class ModelRunnerV2(ModelRunner):
                         work()
             self.capture_graphs()
         self.graphs.num_steps.clear()
+
+    def queue_kernels(self, passes: DryPasses) -> None:
+        """Request the kernels that `warm_up` compiles."""
+        self._padding.queue(passes, self.graphs.keys, self._loader.context.groups.tensor)
 
     def capture_graphs(self) -> None:
         """Capture all graphs of this rank."""

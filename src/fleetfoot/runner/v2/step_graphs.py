@@ -67,12 +67,7 @@ class StepGraphs:
             self.captured[key] = self._device.capture(work(key), warm_up)
 
     def dispatch(
-        self,
-        output: SchedulerOutput,
-        sampling: SamplingVariant | None,
-        num_to_propose: int,
-        *,
-        reads_all: bool = False,
+        self, output: SchedulerOutput, sampling: SamplingVariant | None, num_to_propose: int, *, reads_all: bool = False
     ) -> tuple[BatchShape, StepGraph | None]:
         """The shape of a step, padded to that of its graphs, and these; None: the step runs eagerly.
 
