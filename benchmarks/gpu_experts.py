@@ -23,8 +23,9 @@ import torch
 from fleetfoot.config.model import RouterSpec
 from fleetfoot.kernels.experts import experts_triton
 from fleetfoot.kernels.experts.experts import ExpertSizes, TorchExperts, route_torch
-from fleetfoot.kernels.experts.experts_triton import FewTiling, GroupTiling, TritonExperts
+from fleetfoot.kernels.experts.experts_triton import TritonExperts
 from fleetfoot.kernels.experts.routing_triton import Slots, group, route_triton
+from fleetfoot.kernels.experts.tilings import FewTiling, GroupTiling
 from fleetfoot.kernels.quantized.packed import PackedMatrix
 from fleetfoot.kernels.quantized.scaled import ScaledMatrix
 

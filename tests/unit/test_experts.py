@@ -12,7 +12,7 @@ from tests.helpers.interpreter import interpreted
 
 from fleetfoot.config.model import RouterSpec
 from fleetfoot.kernels.experts import experts as experts_module
-from fleetfoot.kernels.experts import experts_triton, routing_triton
+from fleetfoot.kernels.experts import experts_triton, tilings
 from fleetfoot.kernels.experts.experts import (
     ExpertPlacement,
     ExpertSizes,
@@ -24,8 +24,9 @@ from fleetfoot.kernels.experts.experts import (
     local_routing_torch,
     route_torch,
 )
-from fleetfoot.kernels.experts.experts_triton import OneTiling, TritonExperts, add_shared_triton, choose_group_tiling
-from fleetfoot.kernels.experts.routing_triton import FEW_ROWS, group, local_routing_triton, route_triton
+from fleetfoot.kernels.experts.experts_triton import TritonExperts, add_shared_triton
+from fleetfoot.kernels.experts.routing_triton import group, local_routing_triton, route_triton
+from fleetfoot.kernels.experts.tilings import FEW_ROWS, OneTiling, choose_group_tiling
 from fleetfoot.kernels.native_ops import NativeExperts, experts_native
 from fleetfoot.kernels.quantized.packed import PackedMatrix, pack_words
 from fleetfoot.kernels.quantized.scaled import ScaledMatrix
@@ -323,7 +324,7 @@ def test_programs_share_the_choice_of_a_few_tokens(rows: int, monkeypatch: pytes
     layer = Layer("inputs in steps")
     x = layer.inputs(rows)
     whole = layer.route(x, route_triton)
-    monkeypatch.setattr(routing_triton, "_LEAST_DIVIDED", 0)
+    monkeypatch.setattr(tilings, "_LEAST_DIVIDED", 0)
     divided = layer.route(x, route_triton)
     torch.testing.assert_close(divided[:2], whole[:2], equal_nan=True)
     count = int(whole.grouping.count)

@@ -17,14 +17,14 @@ from fleetfoot.config.model import DTYPE_BYTES, BranchNorms, LayerSpec
 from fleetfoot.kernels.attention import AttentionInputs
 from fleetfoot.kernels.attention.triton_backend import TritonBackend, prompt_bucket
 from fleetfoot.kernels.experts.experts import ExpertSizes
-from fleetfoot.kernels.experts.experts_triton import (
+from fleetfoot.kernels.experts.tilings import (
+    FEW_ROWS,
     choose_few_tiling,
     choose_group_tiling,
     choose_one_tiling,
     is_one,
     padded_few_rows,
 )
-from fleetfoot.kernels.experts.routing_triton import FEW_ROWS
 from fleetfoot.kernels.linear.choices import LinearChoices, ProductKind
 from fleetfoot.kernels.linear.linear_triton import TritonLinear
 from fleetfoot.kernels.quantized import BLOCK_GROUP, block_form

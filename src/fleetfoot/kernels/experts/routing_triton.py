@@ -27,6 +27,7 @@ from fleetfoot.kernels.experts.experts import (
     route_torch,
     rows_in_turn,
 )
+from fleetfoot.kernels.experts.tilings import FEW_ROWS, choosing_rows, router_rows, router_splits
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.dry_tensors import real_memory
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
@@ -35,13 +36,8 @@ from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, trit
 if TYPE_CHECKING:
     import triton.language as tl
 
-FEW_ROWS = 16
-"""Most tokens whose experts are not sorted."""
 MAX_EXPERTS = 512
-_MOST_SPLITS = 32
 _AT_ONCE = 16  # parts of the logits that are loaded at once
-_MOST_CHOOSING = 4  # programs that choose the experts of a few tokens
-_LEAST_DIVIDED = 1024  # logits of a few tokens that are divided among these
 _MOST_PAIRS = 8192  # pairs of experts that are compared at once
 _MAX_TILES = 1 << 16
 _MAX_COUNTED = 64  # tiles of counts that are added at once
@@ -124,17 +120,12 @@ def route_triton(
     weight, bias = dense
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_inputs = x.shape
-    num_experts, device, limits = len(weight), x.device, gpu_limits(x.device)
+    num_experts, device, num_sms = len(weight), x.device, gpu_limits(x.device).num_sms
     padded = max(16, next_power_of_2(num_experts))
-    rows, splits = _tiling(num_rows, limits.num_sms)
     inputs = max(16, min(16384 // padded // x.element_size() * 2, 128))
     num_steps, few = cdiv(num_inputs, inputs), num_rows <= FEW_ROWS
-    splits = min(splits, num_steps)
-    own_rows = rows
-    if few and splits > 1:
-        own_rows = next_power_of_2(num_rows)
-        if own_rows * padded >= _LEAST_DIVIDED:
-            own_rows = next_power_of_2(cdiv(num_rows, _MOST_CHOOSING))
+    rows, splits = router_rows(num_rows, num_sms), router_splits(num_rows, num_steps, num_sms)
+    own_rows = choosing_rows(num_rows, padded) if few and splits > 1 else rows
     num_tiles = cdiv(num_rows, own_rows)
     overlap = can_overlap(device)
     row_size, gate = num_chosen + (shared is not None), None if shared is None else shared.gate
@@ -174,15 +165,6 @@ def route_triton(
     return Routing(experts, weights, slots if few else counts)
 
 
-def _tiling(num_rows: int, num_sms: int) -> tuple[int, int]:
-    """Tokens of a tile, and programs for it: few of both where that leaves multiprocessors idle."""
-    rows = 16 if num_rows <= max(FEW_ROWS, 2 * num_sms) else 32 if num_rows <= 16 * num_sms else 64
-    splits = 1
-    while splits < _MOST_SPLITS and cdiv(num_rows, rows) * splits * 2 <= num_sms:
-        splits *= 2
-    return rows, splits
-
-
 class LocalShape(NamedTuple):
     """The constants of the kernel that finds a rank's part of a routing."""
 
@@ -212,7 +194,7 @@ def local_routing_triton(
     (num_rows, num_chosen), device = routing.experts.shape, routing.experts.device
     num_experts, most_replicas = placement.slots.shape
     few, padded = num_rows <= FEW_ROWS, max(16, next_power_of_2(placement.num_slots))
-    rows = next_power_of_2(num_rows) if few else _tiling(num_rows, gpu_limits(device).num_sms)[0]
+    rows = next_power_of_2(num_rows) if few else router_rows(num_rows, gpu_limits(device).num_sms)
     load = placement.load if num_counted is not None else None
     shape = LocalShape(
         num_experts, max(16, next_power_of_2(num_experts)), most_replicas, padded, num_chosen,
@@ -261,7 +243,7 @@ def group(routing: Routing, num_experts: int, rows: int) -> Groups:
     _group_kernel[(num_programs,)](
         groups.pairs, groups.experts, routing.experts, counts, num_rows, num_programs, num_tiles,
         num_experts=num_experts, padded=padded, num_chosen=num_chosen, rows=rows,
-        tile_rows=_tiling(num_rows, gpu_limits(device).num_sms)[0], counted=min(_MAX_COUNTED, 8192 // padded),
+        tile_rows=router_rows(num_rows, gpu_limits(device).num_sms), counted=min(_MAX_COUNTED, 8192 // padded),
         overlap=overlap, num_warps=8, **launch_options(overlap),
     )  # fmt: skip
     return groups

@@ -23,10 +23,10 @@ _HALVED_BYTES = 16 << 20
 _STAGED_BYTES = 100 * 1024
 """Maximum staged bytes of the weight per program: two such programs fit on a multiprocessor of a Hopper GPU."""
 _STAGED_CHUNKS = 8
-_SHORT_TILE_BYTES = 256 << 10
-"""Bytes of the weight in a tile, up to which few programs are enough. The library breaks the chain: on an H200, a layer
-of Qwen2.5-1.5B took 7 us more with 32 rows, when the library multiplied its q, k and v, than with 48, where they are
-tiled."""
+_SHORT_TILE_BYTES, _SHORT_SHARE, _SHARE = 256 << 10, 8, 3
+"""Bytes of the weight in a tile, up to which a program for 8 multiprocessors is enough; else for 3. The library
+breaks the chain: on an H200, a layer of Qwen2.5-1.5B took 7 us more with 32 rows, when the library multiplied its q, k
+and v, than with 48, where they are tiled."""
 _LONG_RANGE = 1024
 """Inputs of a range for which adding up one more partial sum takes less time than it saves."""
 MOST_SUMMED_ROWS = 2
@@ -187,7 +187,7 @@ def _some_rows(
         row_tile, splits = row_tile // 2, halved_splits
     num_tiles = column_tiles * cdiv(num_rows, row_tile)
     programs = num_tiles * splits
-    if programs < (num_sms // 8 if 64 * num_inputs * 2 // splits <= _SHORT_TILE_BYTES else num_sms // 3):
+    if programs < num_sms // (_SHORT_SHARE if 64 * num_inputs * 2 // splits <= _SHORT_TILE_BYTES else _SHARE):
         return None
     # One program per multiprocessor needs deep stages; with several, two should fit.
     one_each = programs <= num_sms

@@ -22,8 +22,8 @@ _MOST_HIDDEN_BESIDE_ATTENTION = 1024
 """Maximum hidden size for `ProductTiling.beside_attention`. On an H200, us a layer of 256 requests without and with it:
 Qwen3-0.6B with 320 tokens each 113.5 and 112.3, with 100 to 1,200 tokens 195.3 and 193.6; Qwen3-1.7B with 320 tokens
 each 146.3 and 147.9: fewer stages make its product 1.1 us slower."""
-_MIN_SHARE = 0.3
-"""Smallest share of the multiprocessors that have a thread block."""
+_MIN_SHARE, _MIN_SHARE_OF_ROUNDS = 0.3, 0.7
+"""Smallest share of the multiprocessors with a thread block; of gate and up for more than 64 rows, in each round."""
 _SHARED_BYTES = 232448
 """Shared memory of a thread block, at most."""
 _BARRIER_BYTES = 1024 + 512  # with what aligns the ring
@@ -154,7 +154,7 @@ def _decode_tiling(
     blocks = tiling.row_tiles(num_rows) * (num_weight_rows // tiling.outputs) * tiling.splits
     if kind == "gated":
         rounds = -(-blocks // num_sms)
-        return tiling if blocks >= 0.7 * rounds * num_sms else None
+        return tiling if blocks >= _MIN_SHARE_OF_ROUNDS * rounds * num_sms else None
     return tiling if _MIN_SHARE * num_sms <= blocks <= num_sms else None
 
 

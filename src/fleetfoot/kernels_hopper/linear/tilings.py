@@ -15,6 +15,11 @@ _MIN_ROUNDS = 2
 """Least rounds of tiles for which the Hopper kernel multiplies 33 to 64 rows: heads. It copies ahead across tiles. On
 an H200, us for 64 rows of Qwen3-0.6B 86.7 and 77.7, of Qwen3-4B 195.4 and 185.7, of Llama-3.1-8B 258.8 and 250.6."""
 
+_LEAST_USED, _MOST_USED, _MOST_USED_OF_SPLITS = 0.45, 1.0, 0.75
+"""Tiles for each multiprocessor. The kernel that adds partial sums starts late if no multiprocessor is left for it."""
+_LEAST_USED_OF_ROUNDS, _LEAST_USED_OF_LONG = 0.84, 0.9
+"""The same for more than 224 rows: of the rounds of tiles of 256 rows, and of two ranges of 8,192 inputs and more."""
+
 
 @chosen_by_rows
 def choose_hopper_tiling(
@@ -61,12 +66,11 @@ def _hopper_tiling(
     weight_bytes = num_outputs * num_inputs * 2 * (2 if gated else 1)
     if few or weight_bytes <= (MAX_GATED_BYTES if gated else MAX_BYTES)[256]:
         for candidate in candidates:
-            # The kernel that adds partial sums starts late if no multiprocessor is left for it.
-            if 0.45 <= used(*candidate) <= (1.0 if candidate[2] == 1 else 0.75):
+            if _LEAST_USED <= used(*candidate) <= (_MOST_USED if candidate[2] == 1 else _MOST_USED_OF_SPLITS):
                 return _hopper(*candidate, gated)
-    if many and gated and used(256, 128, 1) >= 0.84 * math.ceil(used(256, 128, 1)):
+    if many and gated and used(256, 128, 1) >= _LEAST_USED_OF_ROUNDS * math.ceil(used(256, 128, 1)):
         return _hopper(256, 128, 1, gated)
-    if many and may_split and num_inputs >= 8192 and 0.9 <= used(128, 128, 2) <= 1.0:
+    if many and may_split and num_inputs >= 8192 and _LEAST_USED_OF_LONG <= used(128, 128, 2) <= _MOST_USED:
         return _hopper(128, 128, 2, gated)
     return None
 
