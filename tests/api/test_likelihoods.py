@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
@@ -11,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fleetfoot.assets import embedded_model_path
-from tests.helpers.server import RunningServer
 
 PAIRS = [
     ("Once upon a time", ", there was a fox."),
@@ -57,21 +55,3 @@ def test_likelihoods(client: httpx.Client, expected: list[Any], max_tokens: int,
         assert logprobs["token_logprobs"][num_context:end] == pytest.approx(values, abs=1e-4)
         tops = [max(top, key=top.get) for top in logprobs["top_logprobs"][num_context:end]]
         assert (tops == logprobs["tokens"][num_context:end]) == is_greedy
-
-
-def test_a_stream_has_the_logprobs_of_a_prompt_in_chunks() -> None:
-    """They are sent when the last chunk is computed, with the first token."""
-    prompt = list(range(100, 190))
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": 3, "prompt_logprobs": 0, "return_token_ids": True}
-    body["temperature"] = 0
-    flags = "--dtype", "float32", "--max-num-batched-tokens", "32", "--max-num-seqs", "4"
-    with RunningServer(*flags) as server, httpx.Client(base_url=server.url, timeout=120) as client:
-        whole = client.post("/v1/completions", json=body).json()["choices"][0]
-        lines = client.post("/v1/completions", json={**body, "stream": True}).text.splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    found = [event["choices"][0] for event in events if event["choices"]]
-    assert [choice["prompt_logprobs"] for choice in found if choice.get("prompt_logprobs")] == [
-        whole["prompt_logprobs"]
-    ]
-    assert len(whole["prompt_logprobs"]) == len(prompt)
-    assert [token_id for one in found for token_id in one["token_ids"]] == whole["token_ids"]

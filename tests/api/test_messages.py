@@ -6,7 +6,7 @@ import asyncio
 import functools
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import anthropic
 import httpx
@@ -185,16 +185,6 @@ def test_a_refusal_names_the_field(client: httpx.Client, fields: dict[str, Any],
     ErrorResponse.model_validate(body, strict=True, extra="forbid")
 
 
-ACCEPTED = [
-    *({"metadata": {"user_id": "me"}}, {"service_tier": "auto"}),
-    {"cache_control": {"type": "ephemeral", "scope": "global"}},
-    *({"tools": []}, {"tool_choice": {"type": "none"}}, {"container": None}, {"mcp_servers": []}, {"top_k": 5}),
-    *({"thinking": {"type": "disabled"}}, {"thinking": {"type": "enabled", "budget_tokens": 2048}}),
-    *({"thinking": {"type": "adaptive"}}, {"output_config": {"effort": "max"}}, {"context_management": {"edits": []}}),
-    {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
-]
-
-
 def test_errors_have_anthropics_envelope(client: httpx.Client, server: RunningServer, api: anthropic.Anthropic) -> None:
     for status, kind, response in (
         (401, "authentication_error", httpx.post(f"{server.url}/v1/messages", json=BODY, headers={"x-api-key": "no"})),
@@ -213,19 +203,7 @@ def test_errors_have_anthropics_envelope(client: httpx.Client, server: RunningSe
     assert httpx.post(f"{server.url}/v1/messages", json=BODY, headers=both).status_code == 200
 
 
-class Report(pydantic.BaseModel):
-    mood: Literal["good", "bad"]
-    score: Literal[1, 2, 3]
-
-
 # --- tools ------------------------------------------------------------------------------------------------------------
-
-CITY = {"enum": ["Rome", "Linz"]}
-WEATHER: Any = {
-    "name": "weather",
-    "input_schema": {"type": "object", "properties": {"city": CITY, "days": {"enum": [1, 2]}}, "required": ["city"]},
-}
-CLOCK: Any = {"name": "clock", "input_schema": {"type": "object", "properties": {}}}
 
 
 # --- tools and thinking, of a parser ----------------------------------------------------------------------------------

@@ -64,20 +64,6 @@ def test_a_chat_is_that_of_the_engine(api: openai.OpenAI, story: LLM) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-@pytest.mark.parametrize("prompt", [[PROMPT, "The crow"], [[1, 5, 7], [9]], [4, 5, 6]], ids=str)
-def test_forms_of_prompts(api: openai.OpenAI, story: LLM, prompt: Any) -> None:
-    inputs = [prompt] if isinstance(prompt[0], int) else prompt
-    inputs = [{"prompt_token_ids": one} if isinstance(one, list) else one for one in inputs]
-    expected = [one.outputs[0].text for one in story.generate(inputs, SamplingParams(temperature=0, max_tokens=5))]
-    answer = api.completions.create(model="story", prompt=prompt, temperature=0, max_tokens=5)
-    assert [choice.text for choice in answer.choices] == expected
-    assert [choice.index for choice in answer.choices] == list(range(len(expected)))
-    texts = dict.fromkeys(range(len(expected)), "")
-    for chunk in api.completions.create(model="story", prompt=prompt, temperature=0, max_tokens=5, stream=True):
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert list(texts.values()) == expected
-
-
 def test_logprobs_of_both_dialects(api: openai.OpenAI, story: LLM) -> None:
     expected = greedy(story, PROMPT, max_tokens=4, logprobs=2, prompt_logprobs=2)
     tokens = [
@@ -230,35 +216,6 @@ def test_tokenize_and_detokenize(client: httpx.Client, story: LLM) -> None:
     for fields in ({"add_generation_prompt": False}, {"chat_template_kwargs": {}}, {"tools": []}):
         response = client.post("/tokenize", json={"prompt": PROMPT, **fields})
         assert response.status_code == 400 and response.json()["error"]["param"] == next(iter(fields))
-
-
-def test_rendered_requests_generate_the_same(client: httpx.Client) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": ["crow", "fox"]}}, "required": ["a"]}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    tools: dict[str, Any] = {"tools": [tool], "tool_choice": "required"}
-    chat: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 60, "return_token_ids": True}
-    text: dict[str, Any] = {"prompt": [PROMPT, "A crow"], "max_tokens": 9, "seed": 4, "return_token_ids": True}
-    text |= {"logit_bias": {"7": -100}, "stop": ["never"], "temperature": 0.7, "n": 2}
-    for path, body in (("chat/completions", {**chat, **tools}), ("chat/completions", chat), ("completions", text)):
-        expected = client.post(f"/v1/{path}", json=body).json()
-        rendered = client.post(f"/v1/{path}/render", json=body).json()
-        choices, prompts = [], rendered if isinstance(rendered, list) else [rendered]
-        for request in prompts:
-            answer = client.post("/inference/v1/generate", json=request).json()
-            assert answer.get("request_id") == request["request_id"], answer
-            choices += [one["token_ids"] for one in answer["choices"]]
-        assert choices == [one["token_ids"] for one in expected["choices"]]
-        assert expected.get("prompt_token_ids") in (None, prompts[0]["token_ids"])
-    given = {"seed": 0, "logprobs": 0, "top_k": 0, "min_p": 0.0, "skip_special_tokens": False, "ignore_eos": False}
-    (request,) = client.post("/v1/completions/render", json={"prompt": "a", **given}).json()
-    assert given.items() <= request["sampling_params"].items()  # none is left to the defaults of another server
-    long = {"messages": [{"role": "user", "content": "word " * 5000}]}
-    refused = [client.post(f"/v1/chat/completions{path}", json=long) for path in ("", "/render")]
-    assert refused[0].json() == refused[1].json() and refused[0].json()["error"]["param"] == "messages"
-    for prompt in ([1, 2, 10**6], "word " * 5000, []):
-        refused = [client.post(f"/v1/completions{path}", json={"prompt": prompt}) for path in ("", "/render")]
-        assert [one.status_code for one in refused] == [400, 400] and refused[0].json() == refused[1].json()
-    assert client.post("/v1/completions/render", json={"prompt": "a", "truncate_prompt_tokens": 0}).status_code == 400
 
 
 def test_more_tokens_than_there_is_room_for(client: httpx.Client) -> None:

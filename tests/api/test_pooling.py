@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,10 +73,6 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     yield from serve(folder)
 
 
-def numbers(outputs: list[Any]) -> Any:
-    return [pytest.approx(output.outputs.data.flatten().tolist(), abs=1e-5) for output in outputs]
-
-
 def test_embeddings(embeds: Pair) -> None:
     expected = embeds.llm.embed(TEXTS, use_tqdm=False)
     vectors = [pytest.approx(output.outputs.embedding, abs=1e-5) for output in expected]
@@ -100,22 +94,6 @@ def test_embeddings(embeds: Pair) -> None:
     ids = embeds.llm.get_tokenizer().encode(text, add_special_tokens=False)
     (one,) = embeds.llm.embed([{"prompt_token_ids": ids}], use_tqdm=False)
     assert by_chat == pytest.approx(one.outputs.embedding, abs=1e-5)
-
-
-def test_pooling_of_prompts_and_tokens(embeds: Pair, scores: Pair) -> None:
-    params = PoolingParams(use_activation=False)
-    expected = numbers(embeds.llm.encode(TEXTS, params, pooling_task="embed", use_tqdm=False))
-    answer = embeds.post("/pooling", input=TEXTS, task="embed", use_activation=False)
-    assert [entry["data"] for entry in answer["data"]] == expected
-    tokens = embeds.llm.encode(TEXTS[0], pooling_task="token_embed", use_tqdm=False)[0].outputs.data
-    data = embeds.post("/pooling", input=TEXTS[0], task="token_embed")["data"][0]["data"]
-    assert data == [pytest.approx(row, abs=1e-5) for row in tokens.tolist()]
-    coded = embeds.post("/pooling", input=TEXTS[0], task="token_embed", encoding_format="base64")["data"][0]["data"]
-    content = base64.b64decode(coded)
-    assert struct.unpack(f"<{tokens.numel()}f", content) == pytest.approx(tokens.flatten().tolist(), abs=1e-5)
-    reward = numbers(scores.llm.reward(TEXTS, use_tqdm=False))
-    by_tokens = scores.post("/pooling", input=TEXTS, task="token_classify")["data"]
-    assert [[value for row in entry["data"] for value in row] for entry in by_tokens] == reward
 
 
 def test_classification(scores: Pair) -> None:

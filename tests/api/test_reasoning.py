@@ -28,7 +28,6 @@ TEMPLATE = """\
 {%- endif -%}
 {%- if tools %}{# <tool_call> #}{% endif -%}"""
 ASK: Any = [{"role": "user", "content": "Hi"}]
-CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pydantic
 import pytest
-from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+from openai.types.responses import Response, ResponseStreamEvent
 
 from tests.helpers.server import RunningServer
 
@@ -97,26 +97,6 @@ def test_a_conversation_continues(api: openai.OpenAI) -> None:
     assert counted.input_tokens == expected.usage.input_tokens
 
 
-def test_stored_responses(api: openai.OpenAI, client: httpx.Client) -> None:
-    first = api.responses.create(**OPTIONS, input=INPUT)
-    second = api.responses.create(**OPTIONS, input="And then?", previous_response_id=first.id)
-    assert api.responses.retrieve(second.id) == second
-    page = client.get(f"/v1/responses/{second.id}/input_items", params={"limit": 2, "order": "asc"})
-    items = ResponseItemList.model_validate_json(page.content, strict=True)
-    assert [item.type for item in items.data] == ["message", "message"] and items.has_more
-    newest_first = list(api.responses.input_items.list(second.id, limit=1))
-    assert [item.to_dict() for item in newest_first][:0:-1] == [item.to_dict() for item in items.data]
-    api.responses.delete(first.id)
-    assert api.responses.create(**OPTIONS, input="Why?", previous_response_id=second.id).output_text
-    unstored = api.responses.create(**OPTIONS, input=INPUT, store=False)
-    for name in (first.id, unstored.id, "resp_none"):
-        with pytest.raises(openai.NotFoundError, match=name):
-            api.responses.retrieve(name)
-        with pytest.raises(openai.NotFoundError) as raised:
-            api.responses.create(**OPTIONS, input=INPUT, previous_response_id=name)
-        assert raised.value.param == "previous_response_id" and name in raised.value.message
-
-
 def test_background(api: openai.OpenAI) -> None:
     expected = api.responses.create(**OPTIONS, input=INPUT)
     queued = api.responses.create(**OPTIONS, input=INPUT, background=True)
@@ -132,10 +112,6 @@ def test_background(api: openai.OpenAI) -> None:
         api.responses.create(**OPTIONS, input="Why?", previous_response_id=running.id)
     assert api.responses.cancel(running.id).status == "cancelled"
     assert api.responses.retrieve(running.id).status == "cancelled"
-
-
-def count(api: openai.OpenAI, items: list[Any]) -> int:
-    return api.responses.input_tokens.count(model="story", input=items).input_tokens
 
 
 CITY: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Linz"]}}, "required": ["city"]}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import openai
 import pytest
-from pydantic import BaseModel
 
 from tests.helpers.server import RunningServer
 
@@ -66,20 +65,6 @@ def test_an_agent_calls_tools_ten_times(api: openai.OpenAI, streams: bool) -> No
     assert len(ids) == 10
 
 
-def test_streamed_arguments_are_those_of_the_whole_response(api: openai.OpenAI) -> None:
-    # so long that a server which is behind, and merges what comes meanwhile, has several deltas too
-    tools = [tool("get_weather", cities={"type": "array", "items": CITY, "minItems": 30, "maxItems": 30})]
-    options: Any = {"model": MODEL, "messages": ASK, "tools": tools, "tool_choice": NAMED, "temperature": 0}
-    whole = api.chat.completions.create(**options).choices[0].message.tool_calls[0].function
-    assert len(json.loads(whole.arguments)["cities"]) == 30
-    deltas = [chunk.choices[0].delta for chunk in api.chat.completions.create(**options, stream=True)]
-    calls = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert [call.function.name for call in calls if call.id] == [whole.name]
-    assert "".join(call.function.arguments or "" for call in calls) == whole.arguments
-    assert len(calls) > 2
-    assert not any(delta.content for delta in deltas)
-
-
 def test_a_cut_call_ends_with_length(api: openai.OpenAI) -> None:
     """Without its name so far, it is no content. Its arguments begin those of the whole call."""
     options: Any = {"model": MODEL, "messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0}
@@ -89,11 +74,6 @@ def test_a_cut_call_ends_with_length(api: openai.OpenAI) -> None:
         assert answer.finish_reason == "length" and not answer.message.content
         for call in answer.message.tool_calls or ():
             assert call.function.name == "get_weather" and whole.startswith(call.function.arguments)
-
-
-class Report(BaseModel):
-    mood: Literal["good", "bad"]
-    scores: tuple[Literal[1, 2], Literal[3, 4]]
 
 
 def test_strict_objects_have_no_properties_without_a_name(client: httpx.Client) -> None:

@@ -232,35 +232,6 @@ def test_an_event_loop_that_ends_takes_its_requests_along(running: AsyncLLM) -> 
     assert sum(running.stats().num_finished.values()) == 2
 
 
-@pytest.mark.parametrize(
-    ("prompt", "wanted", "request_id", "error", "message"),
-    [
-        ([5, 99999], params(3), "bad", ValueError, r"prompt_token_ids\[1\] is 99999"),
-        ([], params(3), "bad", ValueError, "no tokens"),
-        (PROMPT, {"max_tokens": 3}, "bad", TypeError, "must be a SamplingParams"),
-        (PROMPT, params(3), "good", ValueError, "request_id is 'good', which"),
-        (PROMPT, params(3), 7, ValueError, "request_id is 7"),
-        (PROMPT, params(3), ["a"], ValueError, r"request_id is \['a'\]"),
-        (PROMPT, params(3, stop=["a"]), "bad", ValueError, "needs a tokenizer"),
-        ([5] * 128, params(3), "bad", ValueError, "max_model_len=128"),
-    ],
-    ids=lambda value: repr(value)[:25] if isinstance(value, str) else "",
-)
-@async_test
-async def test_a_bad_request_fails_alone(prompt: Any, wanted: Any, request_id: Any, error: Any, message: str) -> None:
-    with gated() as (llm, gate):
-        good = submit(llm, PROMPT, params(5), "good")
-        await gate.arrival()
-        bad = submit(llm, prompt, wanted, request_id)
-        await asyncio.sleep(0)  # lets the task submit its request
-        gate.open()
-        with pytest.raises(error, match=message):
-            await bad
-        assert tokens_of(await good) == expected_tokens(5)
-        assert_idle(llm)
-        assert llm.stats().num_finished == {"length": 1}
-
-
 async def errors_at(number: int, do: Callable[[AsyncLLM], object]) -> list[EngineDeadError]:
     """Of running, waiting and late requests, and of one after the end, when step ``number`` calls ``do``."""
     gate = Gate()

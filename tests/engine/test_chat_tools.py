@@ -15,7 +15,6 @@ SCHEMA = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("get_weather", "get_mood")]
 NAMED = {"type": "function", "function": {"name": "get_mood"}}
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if think %}<think>{% endif %}{# </think> #}"
-PARAMS = SamplingParams(max_tokens=80, temperature=0)
 
 
 @pytest.fixture(scope="module")

@@ -182,6 +182,23 @@ def test_a_reader_that_leaves_ends_generate_quietly(run: Command, monkeypatch: P
     assert run.err == ""
 
 
+def test_drafts_are_counted_and_change_no_token(run: Command) -> None:
+    # drafts are verified in larger products, which in bfloat16 round the two most probable logits differently
+    flags = ["--prompt", "Once there was a fox named", "--max-tokens", "40", *GREEDY, "--dtype", "float32", "--json"]
+    (content,) = run.json("generate", *flags, "--speculative-config", EAGLE)
+    metrics = content["metrics"]
+    # one token comes from the prompt's step and one from each later step
+    num_steps = metrics["num_drafted_tokens"] // 3
+    assert 40 <= 1 + num_steps + metrics["num_accepted_tokens"] < 44
+    assert 20 < metrics["num_accepted_tokens"] < metrics["num_drafted_tokens"]
+    assert f"drafts: {1 + metrics['num_accepted_tokens'] / num_steps:.2f} tokens a step, " in run.err
+
+    (plain,) = run.json("generate", *flags)
+    assert plain["outputs"] == content["outputs"]
+    assert plain["metrics"]["num_drafted_tokens"] == plain["metrics"]["num_accepted_tokens"] == 0
+    assert "drafts" not in run.err
+
+
 CLOSING = """
 import os, sys
 for number in map(int, sys.argv.pop(1)):

@@ -129,23 +129,6 @@ def test_priorities_and_no_prompts(llm: LLM) -> None:
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
-@pytest.mark.usefixtures("nothing_is_left")
-def test_parameters_are_checked_and_taken_as_they_are_when_the_request_is_added(llm: LLM) -> None:
-    params, engine = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, stop_token_ids=[]), llm.llm_engine
-    params.top_p = 5.0
-    with pytest.raises(ValueError, match=r"top_p must be a number in \(0, 1\], got 5.0"):
-        llm.generate([[5, 6]], params, use_tqdm=False)
-    with pytest.raises(ValueError, match="top_p"):
-        engine.add_request("r", [5, 6], params)
-    params.top_p = 1.0
-    engine.add_request("r", [5, 6], params)
-    params.max_tokens = 100
-    params.logit_bias = {300: 1e9}
-    (output,) = [output for output in drain(engine) if output.finished]
-    assert len(output.outputs[0].token_ids) == 4
-    assert 300 not in output.outputs[0].token_ids
-
-
 def test_the_engine_names_what_it_refuses(llm: LLM) -> None:
     engine = llm.llm_engine
     engine.add_request("r", [5, 6], GREEDY)

@@ -1,7 +1,7 @@
 """Fused decoder layers against the plain ones that they replace, and what a fused run may and may not keep."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -20,7 +20,6 @@ from tests.helpers.kernels import cpu_kernels, reference_kernels, triton_kernels
 from tests.helpers.paged_models import PagedCache, assert_close, checkpoint, context, prompt, run
 from tests.helpers.runner_lives import STORY
 from tests.helpers.specs import model_config
-from torch import nn
 
 from fleetfoot.config.model import BranchNorms
 from fleetfoot.config.parsing import load_model_config
@@ -34,13 +33,10 @@ from fleetfoot.kernels.linear.roles import InputRole, OutputRole
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel
 from fleetfoot.kernels_hopper.cluster import chain, fit
 from fleetfoot.kernels_hopper.cluster.layer_blocks import LayerShape, LayerTiling
-from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP
-from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.llama import LlamaForCausalLM
-from fleetfoot.quantization.base import LinearWeight
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors, RotaryInputs
 from fleetfoot.records.kv_layout import BLOCK_CONTIGUOUS_HND, TOKEN_MAJOR_NHD
 from fleetfoot.weights.loading import ModelLoader
@@ -474,63 +470,6 @@ def run_in_parts(folder: Path, model_context: ModelContext, tokens: list[int]) -
     return last.compute_logits(hidden)
 
 
-def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Those that an object holds itself: not through layers and weights, which own theirs."""
-    if id(value) in seen or isinstance(value, nn.Module | LinearWeight | type):
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item, seen)
-    elif type(value).__module__.startswith(("fleetfoot.", "tests.")):
-        slots = [getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        yield from tensors_in([*slots, *getattr(value, "__dict__", {}).values()], seen)
-    elif callable(value):
-        yield from tensors_in([cell.cell_contents for cell in getattr(value, "__closure__", None) or ()], seen)
-
-
-def dense_tensors(model: CausalLM) -> Iterator[torch.Tensor]:
-    for layer in model.model.layers.values():
-        assert isinstance(layer, DecoderLayer)
-        attention, mlp = layer.self_attn, layer.mlp
-        assert isinstance(attention, Attention) and isinstance(mlp, GatedMLP)
-        for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
-            chained: Any = linear.weight.chain(OutputRole())
-            if chained is not None:
-                yield from (tensor for tensor in (chained._weight, chained._bias) if tensor is not None)
-
-
-@pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize("case", ["llama-biases", "llama-tied", "qwen3"])
-def test_new_weights_reach_a_fused_model_at_the_same_addresses(case: str, ops: str, tmp_path: Path) -> None:
-    for number, name in enumerate(("old", "new")):
-        checkpoint(tmp_path / name, case, seed=number)
-    model_context = context(ops=OPS[ops](), attention=cpu_kernels().attention)
-    old, new = (make(tmp_path / name, model_context, ALL) for name in ("old", "new"))
-    config = old.config
-    addresses = {tensor.data_ptr() for tensor in dense_tensors(old)}
-    assert bool(addresses) == (ops == "chain")
-    (decoder,) = old.model.layers._runs
-    assert isinstance(decoder, FusedDecoder)
-    held = addresses | {module.weight.data_ptr() for module in old.modules() if isinstance(module, RMSNorm)}
-    held |= {module.paged.rotary.cos_sin.data_ptr() for module in old.modules() if isinstance(module, Attention)}
-    assert {tensor.data_ptr() for tensor in tensors_in(decoder, set())} <= held
-    before = outputs(old, PagedCache(config, 4), SCHEDULE)
-    values = {spec.name: spec.destination().clone() for spec in new.weight_specs()}
-    new.process_weights_after_loading()
-    for spec in old.weight_specs():
-        spec.destination().copy_(values[spec.name])
-    old.process_weights_after_loading()
-    after = outputs(old, PagedCache(config, 4), SCHEDULE)
-    expected = outputs(new, PagedCache(config, 4), SCHEDULE)
-    for was, one, other in zip(before, after, expected, strict=True):
-        assert torch.equal(one, other)
-        assert not len(one) or not torch.allclose(was, other, rtol=0.01)
-    assert {tensor.data_ptr() for tensor in dense_tensors(old)} == addresses
-
-
 class DoubledMLP(GatedMLP):
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         return 2 * super().forward(x, ctx)
@@ -568,36 +507,6 @@ def kinds(stack: DecoderStack) -> list[Any]:
         else layers.index(decoder)
         for decoder in stack._runs
     ]
-
-
-SLIDING = ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 3]
-
-
-@pytest.mark.parametrize(
-    ("fused", "whole", "short"),
-    [
-        ("------", [0, 1, 2, 3, 4, 5], [0, 1, 5]),
-        ("######", [[0, 1, 2, 3, 4, 5]], [[0, 1, 5]]),
-        ("-#####", [0, [1, 2, 3, 4, 5]], [0, [1, 3, 5]]),
-        ("###-##", [[0, 1, 2], 3, [4, 5]], [[0, 1, 2], 3, [4, 5]]),
-        ("#####-", [[0, 1, 2, 3, 4], 5], [[0, 1, 4], 5]),
-        ("#", [[0]], [[0]]),
-    ],
-)
-def test_a_shortened_model(fused: str, whole: list[Any], short: list[Any], tmp_path: Path) -> None:
-    fields = {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": len(fused)}
-    make_checkpoint(tmp_path, "qwen3", **fields, layer_types=SLIDING[: len(fused)])
-    model = make(tmp_path, context(ops=chain_ops()), [kind == "#" for kind in fused])
-    config = model.config
-    assert kinds(model.model.layers) == whole
-    expected = outputs(model, PagedCache(config, 4), SCHEDULE)
-    with model.shortened():
-        assert kinds(model.model.layers) == short
-        for (_, num_read), logits in zip(SCHEDULE, outputs(model, PagedCache(config, 4), SCHEDULE), strict=True):
-            assert num_read is None or len(logits) == num_read
-    assert kinds(model.model.layers) == whole
-    for one, other in zip(outputs(model, PagedCache(config, 4), SCHEDULE), expected, strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

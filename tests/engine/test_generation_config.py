@@ -72,8 +72,3 @@ def test_a_wrong_value_stops_the_start(model: Path) -> None:
         LLM(model, **SETTINGS)
     with LLM(model, **SETTINGS, generation_config="vllm") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
-
-
-def command(name: str, model: Path, *flags: str) -> list[str]:
-    small = ["--device", "cpu", "--num-gpu-blocks-override", "64", "--max-num-seqs", "2"]
-    return [name, "--model", str(model), *small, *flags]

@@ -1,11 +1,10 @@
 """Holding the step loop: each mode on every face, in lockstep and with steps in flight; errors, pauses, the workers."""
 
-import asyncio
 from typing import Any
 
 import pytest
 from tests.helpers.engines import ScriptedExecutor, drain, scripted_engine
-from tests.helpers.streams import async_test, gated, submit, tokens_of
+from tests.helpers.streams import tokens_of
 
 from fleetfoot import EngineDeadError, RequestOutputKind, SamplingParams
 from fleetfoot.engine.engine import LLMEngine
@@ -111,29 +110,3 @@ def test_a_failing_engine_ends_its_holds() -> None:
         drain(engine)
     with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
         hold.result()
-
-
-@async_test
-async def test_an_asynchronous_engine() -> None:
-    with gated(depth=1) as (llm, gate):
-        first = submit(llm, [5, 6], PARAMS, "first")
-        await gate.arrival()
-        seen: list[Any] = []
-        held = asyncio.ensure_future(llm.run_held(lambda engine: seen.append(engine.core.is_in_flight) or 3))
-        await asyncio.sleep(0)
-        second = submit(llm, [5, 6], PARAMS, "second")
-        gate.open()
-        assert await held == 3 and seen == [False]
-        assert tokens_of(await first) == tokens_of(await second) == TOKENS
-        with pytest.raises(ZeroDivisionError):
-            await llm.run_held(lambda engine: 1 / 0, "keep")
-        await llm.run_held(LLMEngine.pause)
-        waiting = submit(llm, [5], PARAMS, "third")
-        assert await llm.run_held(lambda engine: engine.is_paused)
-        cancelled = asyncio.ensure_future(llm.run_held(LLMEngine.pause))
-        cancelled.cancel()
-        await llm.run_held(LLMEngine.resume)
-        assert tokens_of(await waiting) == TOKENS
-        llm.shutdown()
-        with pytest.raises(EngineDeadError):
-            await llm.run_held(lambda engine: 1)

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from tests.helpers.engines import TEXT_MODEL, drain, make_engine, prompt_of
@@ -28,10 +27,6 @@ def llm() -> Iterator[LLM]:
     path = str(embedded_model_path())
     with LLM(model=path, tokenizer=path, seed=1, gpu_memory_utilization=0.5, block_size=4, device="cpu") as llm:
         yield llm
-
-
-def greedy(max_tokens: int, **more: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
 
 
 def test_the_offline_example(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,11 +120,3 @@ def test_outputs_are_not_changed_by_later_steps(kind: RequestOutputKind, is_chan
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1] == 30
     if kind is RequestOutputKind.CUMULATIVE:
         assert [len(completion.token_ids) for completion in last.outputs] == [6, 6]
-
-
-def watched(llm: LLM) -> mock.Mock:
-    """Records the calls of these two methods of the engine."""
-    engine = llm.llm_engine
-    watch = mock.Mock(**{"submit.side_effect": engine.submit, "step.side_effect": engine.step})
-    vars(engine).update(submit=watch.submit, step=watch.step)
-    return watch

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from tests.helpers.checkpoints import TINY, make_checkpoint, make_reference, reference_logits
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.paged_models import LLAMA3, MODELS, YARN, PagedCache, assert_close, checkpoint, context, prompt, run
-from tests.helpers.specs import changed, model_config, ropes_of
+from tests.helpers.specs import model_config, ropes_of
 
 from fleetfoot.config.architectures import ARCHITECTURES
-from fleetfoot.config.model import AttentionSpec, LayerSpec, MLPSpec, RopeConfig
+from fleetfoot.config.model import AttentionSpec, LayerSpec, MLPSpec
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.layers.decoder import representatives
 from fleetfoot.layers.rotary import inverse_frequencies, rotary_table
@@ -103,21 +103,6 @@ def test_ragged_batches_equal_single_requests(case: str, block_size: int, tmp_pa
         assert_close(torch.cat(logits[request]), reference_logits(reference, ids))
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3"])
-def test_dtypes(case: str, tmp_path: Path) -> None:
-    reference = checkpoint(tmp_path, case, dtype=torch.bfloat16)
-    model = load(tmp_path)
-    assert model.config.dtype == "bfloat16"
-    assert_logits(model, reference)
-    cache = PagedCache(model.config, 16)
-    cache.kv_caches = [kv_cache.to(torch.bfloat16) for kv_cache in cache.kv_caches]
-    model = load(tmp_path, dtype=torch.bfloat16)
-    hidden = model(*cache.step({0: prompt(30)}))
-    assert isinstance(hidden, torch.Tensor) and hidden.dtype == torch.bfloat16
-    logits, expected = model.compute_logits(hidden), reference_logits(reference, prompt(30))
-    assert (logits.float() - expected).abs().max() < 0.1 * expected.abs().max()
-
-
 @pytest.mark.parametrize(
     ("case", "tied"), [("qwen3", False), ("qwen3", True), ("granite", True), ("smollm3-layers", False)]
 )
@@ -191,74 +176,6 @@ def test_experts_in_stacks_are_those_of_single_tensors(case: str, tmp_path: Path
     assert_logits(model, reference)
     wrong = [(name, tensor[:1]) for name, tensor in doubled.items()]
     assert len(store.stage_tensors(wrong).problems) == len(wrong)
-
-
-def without(**fields: Any) -> Callable[[CausalLM], None]:
-    """The same weights with other fields of the config."""
-
-    def change(model: CausalLM) -> None:
-        other = model_class(model.config)(changed(model.config, **fields), context())
-        for mine, theirs in zip(other.weight_specs(), model.weight_specs(), strict=True):
-            mine.destination().copy_(theirs.destination())
-        other.process_weights_after_loading()
-        model.__dict__ = other.__dict__
-
-    return change
-
-
-def with_rope(**parameters: Any) -> Callable[[CausalLM], None]:
-    """The same weights with other parameters of each rope."""
-
-    def change(model: CausalLM) -> None:
-        ropes = [rope for rope in ropes_of(model.config) if rope is not None]
-        others = (replace(rope, parameters={**rope.parameters, **parameters}) for rope in ropes)
-        without(layer_ropes=tuple(others))(model)
-
-    return change
-
-
-class NoNorm(torch.nn.Identity):
-    """In place of an `RMSNorm`."""
-
-    def and_add(self, x: torch.Tensor, residual: torch.Tensor, behind: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-        return (residual + x if behind is None else behind(residual + x)), residual + x
-
-
-def drop_norms(model: CausalLM) -> None:
-    for layer in model.model.layers.values():
-        layer.post_attention_layernorm = NoNorm()
-
-
-def drop_norms_over_heads(model: CausalLM) -> None:
-    for layer in model.model.layers.values():
-        layer.self_attn.q_norm = torch.nn.Identity()
-
-
-FEATURES: dict[str, tuple[str, Callable[[CausalLM], None]]] = {
-    "soft cap of scores": ("gemma2", without(attention_soft_cap=None)),
-    "soft cap of logits": ("gemma2", without(extras={"final_logit_softcapping": None})),
-    "windows": ("gemma2", without(window=None)),
-    "query scale": ("gemma2", without(attention_scale=None)),
-    "norms with weights around 1": ("gemma2", without(norm_offset=0.0)),
-    "GELU": ("gemma2", without(activation="silu")),
-    "norms behind": ("gemma2", drop_norms),
-    "embedding scale": ("gemma2", lambda model: setattr(model, "_embedding_scale", 1.0)),
-    "rope of each layer": ("gemma3", without(layer_ropes=(RopeConfig(),) * 3)),
-    "head norms with weights around 1": ("gemma3", without(norm_offset=0.0)),
-    "norms over heads": ("olmo2", drop_norms_over_heads),
-    "norms behind alone": ("olmo2", drop_norms),
-    "layers without positions": ("smollm3", without(layer_ropes=(RopeConfig(2e6),) * 4)),
-    "windows of layers without positions": ("smollm3-layers", without(window=None)),
-    "partial rotation": ("phi3-partial", without(layer_ropes=(RopeConfig(),) * 3)),
-    "factors of longrope": ("phi3-long", without(layer_ropes=(RopeConfig(rotary_dim=6),) * 3)),
-    "long factors": ("phi3-long", with_rope(is_long=False)),
-    "attention factor": ("phi3-long", with_rope(attention_factor=1.0)),
-    "window": ("phi3-window-tied", without(window=None)),
-    "embedding multiplier": ("granite", without(extras={"embedding_multiplier": 1.0, "logits_scaling": 3.0})),
-    "logits scaling": ("granite", without(extras={"embedding_multiplier": 2.0, "logits_scaling": 1.0})),
-    "residual multiplier": ("granite", without(residual_multiplier=1.0)),
-    "attention multiplier": ("granite", without(attention_scale=None)),
-}
 
 
 VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}

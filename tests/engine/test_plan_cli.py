@@ -15,9 +15,7 @@ from fleetfoot import LLM
 from fleetfoot.cli.plan import plan_report
 from fleetfoot.config import sentence_transformers
 from fleetfoot.config.env import USE_V2_MODEL_RUNNER
-from fleetfoot.kernels_hopper.cluster import fit
 from fleetfoot.native.loading import native_problem
-from fleetfoot.plan.machine import Machine
 
 GIB = 1 << 30
 CPU = ["--device", "cpu", "--cpu-memory", "64GiB"]
@@ -141,12 +139,6 @@ def test_a_plan_for_this_machine_is_what_an_engine_does(run: Command) -> None:
     assert theirs == report
 
 
-SMALL_LAYERS = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128}
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "max_position_embeddings": 40960}
-QWEN3_06B = {"num_hidden_layers": 28, "tie_word_embeddings": True, **QWEN3, **SMALL_LAYERS}
-LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
-
-
 @pytest.mark.parametrize(
     ("flag", "value", "part", "expected"),
     [
@@ -227,46 +219,6 @@ def test_experts(run: Command, tmp_path: Path) -> None:
         run("plan", folder, *flags).split()
     )
     assert "grouped 64x128x16" in table and "few 16x256x8" in table
-
-
-def test_layers_in_two_kernels(run: Command, llama_8b: str, monkeypatch: Patch) -> None:
-    reason = run.plan(llama_8b, *H100)["layer_chain"]["reason"]
-    assert reason == "the hidden size 4096 is above 2560"
-    monkeypatch.setattr(fit, "MOST_ROWS", 2)
-    monkeypatch.setattr(fit, "MOST_HIDDEN", 4096)
-    for is_hopper, text in (
-        (
-            True,
-            "decodes with contexts of up to 8,400 (1 request), 3,333 (2 requests) tokens: two CUDA kernels for each "
-            "layer",
-        ),
-        (False, "never two CUDA kernels for each layer: the GPU is not a Hopper"),
-    ):
-        here = Machine(GIB, "mine", 80 * GIB, has_triton=True, is_hopper=is_hopper, num_sms=132, has_nvrtc=True)
-        monkeypatch.setattr(Machine, "detect", lambda here=here: here)
-        report = run.plan(llama_8b)
-        assert report["layer_chain"]["max_rows"] == 2 * is_hopper
-        assert report["layer_chain"]["max_contexts"] == [[1, 8400], [2, 3333]] * is_hopper
-        assert report["graphs"]["short"] == [1, 2] * is_hopper
-        assert report["kernels"]["layer_chain"] == ("cuda" if is_hopper else "triton")
-        assert text in " ".join(run("plan", llama_8b).split())
-    for name, reason in (
-        ("NVIDIA H200", ""),
-        ("NVIDIA GH200 480GB", ""),
-        ("NVIDIA H100 PCIe", "the GPU has 114 multiprocessors for their 128 thread blocks"),
-        ("NVIDIA H20", "the GPU has 78 multiprocessors for their 128 thread blocks"),
-        ("NVIDIA A100", "the GPU is not a Hopper"),
-        ("H1000", "the GPU is not a"),
-    ):
-        chain = run.plan(llama_8b, "--gpu-memory", "80", "--gpu-name", name)["layer_chain"]
-        assert (chain["reason"].startswith(reason), bool(chain["reason"])) == (True, bool(reason))
-
-
-DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3}'
-PHI_4_MINI: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "vocab_size": 200064, "tie_word_embeddings": True}
-PHI_4_MINI |= {"num_attention_heads": 24, "num_key_value_heads": 8, "partial_rotary_factor": 0.75}
-PHI_4_MINI |= {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
-PHI_4_MINI |= {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.1] * 48}}
 
 
 MODELS: dict[str, dict[str, Any]] = {"MODEL": {}, "WRONG": {"hidden_size": "wide"}}

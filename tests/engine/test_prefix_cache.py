@@ -26,12 +26,6 @@ def engine(text_model: Path) -> LLMEngine:
     return make_engine(text_model, block_size=4)
 
 
-@pytest.fixture(autouse=True)
-def forget(engine: LLMEngine) -> None:
-    """Each test begins with an empty cache."""
-    engine.reset_prefix_cache()
-
-
 def test_salts_keep_prefixes_apart(engine: LLMEngine) -> None:
     def cached(**salt: str) -> int:
         return run_one(engine, {"prompt_token_ids": PROMPT, **salt})[0]

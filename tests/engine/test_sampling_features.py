@@ -65,19 +65,6 @@ def contains(tokens: list[int], sequence: list[int]) -> bool:
     return any(tokens[i : i + len(sequence)] == sequence for i in range(len(tokens)))
 
 
-def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(text_model: Path) -> None:
-    def whole_run(seed: int) -> list[tuple[int, ...]]:
-        with LLM(str(text_model), device="cpu", seed=seed, max_num_seqs=4) as llm:
-            params = [SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, seed=-1), SamplingParams(n=2)]
-            outputs = run(llm, [PROMPT] * 3, params) + run(llm, PROMPT, SamplingParams(max_tokens=8))
-            return [tuple(completion.token_ids) for output in outputs for completion in output.outputs]
-
-    first = whole_run(0)
-    assert len(set(first)) == 5
-    assert whole_run(0) == first
-    assert not set(whole_run(1)) & set(first)
-
-
 def _greedy_reference(reference: Any, params: SamplingParams) -> list[int]:
     """Greedy tokens from the reference's logits, processed as the parameters' documentation describes."""
     tokens = list(PROMPT)

@@ -51,8 +51,6 @@ LOGPROBS: dict[str, dict[str, Any]] = {
     "as_many_as_fit": {"logprobs": GRAPH_LOGPROBS},
     "of_processed": {"logprobs": 3, "logit_bias": {30: 8.0}, "repetition_penalty": 1.3},
 }
-FILTERS: dict[str, dict[str, Any]] = {"filters": {"top_k": 20, "top_p": 0.8, "min_p": 0.02}}
-FEATURES = {**PROCESSORS, **LOGPROBS, **FILTERS}
 BEYOND: dict[str, dict[str, Any]] = {
     "too_many_biases": {"logit_bias": {3 * token: token % 5 - 2.0 for token in range(LIST_CAPACITY + 1)}},
     "more_logprobs": {"logprobs": GRAPH_LOGPROBS + 1},

@@ -7,9 +7,7 @@ import logging
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -454,37 +452,6 @@ def test_without_an_engine_it_is_an_error(work: Callable[[], None], held: str | 
     assert is_as_before(held)
 
 
-def test_blocks_of_two_threads_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A enters, B enters, A leaves, B's engine; then an engine outside of any block."""
-    monkeypatch.setenv(USE_V2_MODEL_RUNNER, "0")
-    has_entered = {name: threading.Event() for name in "ab"}
-    has_left = threading.Event()
-
-    def first() -> list[str]:
-        with force_runner("v2") as forced:
-            has_entered["a"].set()
-            has_entered["b"].wait()
-            runs()
-        has_left.set()
-        return [plan.runner for plan in forced.plans]
-
-    def second() -> list[str]:
-        has_entered["a"].wait()
-        with force_runner("v1") as forced:
-            has_entered["b"].set()
-            has_left.wait()
-            runs()
-        return [plan.runner for plan in forced.plans]
-
-    with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(work) for work in (first, second)]
-        assert [one.result() for one in found] == [["v2"], ["v1"]]
-        assert pool.submit(runs).result() == "v1"
-    assert runs() == "v1"
-    monkeypatch.setenv(USE_V2_MODEL_RUNNER, "1")
-    assert runs() == "v2"
-
-
 def test_force_v1_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(USE_V2_MODEL_RUNNER, "1")
     for block in (force_v1_runner, force_v1_runner()):
@@ -513,12 +480,6 @@ def test_the_engine_of_a_process_takes_it(monkeypatch: pytest.MonkeyPatch) -> No
         assert asyncio.run(runner_of(process)) == "v1"
     finally:
         assert process.stop() == 0
-
-
-ON_V1, ON_OTHER = (
-    r"\('v2'\) is in effect, and the engine runs on 'v1'",
-    r"\('v2'\): 1 engine\(s\) ran on another runner",
-)
 
 
 @PUT_BACK

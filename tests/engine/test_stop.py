@@ -92,17 +92,3 @@ def test_any_text_cut_anywhere(data: st.DataObject) -> None:
     if "\ufffd" not in hit:  # unfinished bytes become a character at the end, and then stop nothing
         assert text_of(outputs) == text[: ends[0] - len(hit)]
         assert outputs[-1].outputs[0].stop_reason == hit
-
-
-STOPS = ["STOP", "STOPPED", "PPED, a", "好 😀", "END", ".", "T", "it", "nothing"]
-ENDS = st.fixed_dictionaries(
-    {},
-    optional={
-        "stop": st.lists(st.sampled_from(STOPS), max_size=2),
-        "include_stop_str_in_output": st.booleans(),
-        "stop_token_ids": st.lists(st.sampled_from(TOKENS), max_size=2),
-        "min_tokens": st.integers(0, len(TOKENS)),
-        "max_tokens": st.integers(1, len(TOKENS)),
-        "skip_special_tokens": st.booleans(),
-    },
-)

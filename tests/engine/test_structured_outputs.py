@@ -166,17 +166,6 @@ def test_masks_are_read_by_a_graph_behind_that_of_the_forward_pass(
     engine.shutdown()
 
 
-PARAMS: dict[str, tuple[dict[str, Any], str]] = {
-    "plain": ({}, "stop"),
-    "min_tokens": ({"min_tokens": 40}, "stop"),
-    "ignore_eos": ({"ignore_eos": True}, "stop"),
-    "banned": ({"logit_bias": {EOS: -100.0}}, "stop"),
-    "penalties": ({"repetition_penalty": 1.5, "presence_penalty": 1.0}, "stop"),
-    "allowed": ({"allowed_token_ids": [EOS, *range(32, 60)]}, "error"),
-    "stop": ({"stop": ["egative", "ositive", " opinion"]}, "stop"),
-}
-
-
 @pytest.mark.parametrize("kind", ["v1", "v2"])
 def test_logprobs_are_of_the_models_logits(kind: str, engines: dict[str, LLMEngine]) -> None:
     prompt = prompt_of(6, VOCAB)

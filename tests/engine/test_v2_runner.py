@@ -15,7 +15,6 @@ from tests.helpers.runner_lives import in_one_runner, queue_step, take_steps
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import ModelRunnerOutput, RowLogprobs
 from fleetfoot.runner.graphs import StepShape
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.shape import PLAIN
@@ -104,12 +103,6 @@ def test_contexts_that_grow_change_graphs() -> None:
     lives = [run_lives(captured, seed) for seed in range(8)]
     assert lives == [run_lives(make_runner(), seed) for seed in range(8)]
     assert {(1, 100), (2, 50), (2, 0), (4, 0)} <= used
-
-
-def prompt_tokens(output: ModelRunnerOutput) -> dict[int, list[list[int]]]:
-    """The most probable tokens at each place of a prompt, for each request with prompt logprobs."""
-    unpacked = {index: map(RowLogprobs.unpack, rows) for index, (_, rows) in output.prompt_logprobs.items()}
-    return {index: [row.token_ids for row in rows] for index, rows in unpacked.items()}
 
 
 def test_a_host_buffer_is_not_written_before_its_reader_has_passed() -> None:

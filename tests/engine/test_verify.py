@@ -18,8 +18,6 @@ from fleetfoot.records.step import ModelRunnerOutput, RowLogprobs
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
-ASSETS = Path(__file__).parent.parent / "assets"
-SAMPLING = ["greedy", "seeded", "filtered", "penalized"]
 
 
 class Command(CommandRunner):
@@ -174,30 +172,6 @@ def output(
     entries = None if logprobs is None else [{t: Logprob(p) for t, p in entry.items()} for entry in logprobs]
     completion = CompletionOutput(0, "", token_ids, logprobs=entries, **{"finish_reason": "length", **more})
     return RequestOutput("r", None, prompt or [1], [completion], finished=True)
-
-
-Tokens = list[list[int]]
-BOTH = [(2, 0, 4, 7), (3, 0, 4, 7)]
-
-
-@pytest.mark.parametrize(
-    ("v1", "v2", "reason", "num_equal", "differences"),
-    [
-        ([], [], "length", 0, []),
-        ([[1, 2], [1, 2], [4, 5], [4, 5]], [[1, 9], [1, 2], [7, 5], [7, 5]], "length", 3, [(0, 1, 2, 9), *BOTH]),
-        ([[1, 2, 3]], [[1, 2]], "stop", 2, [(0, 2, 3, None)]),
-        ([[1, 2]], [[1, 2]], "stop", 2, [(0, 2, None, None)]),
-    ],
-    ids=["nothing", "the first is the earliest", "an early end", "an end for another reason"],
-)
-def test_differences(v1: Tokens, v2: Tokens, reason: str, num_equal: int, differences: list[Any]) -> None:
-    result = compare([output(ids) for ids in v1], [output(ids, finish_reason=reason) for ids in v2])
-    names = ("request", "position", "v1_token", "v2_token")
-    assert [tuple(entry[name] for name in names) for entry in result["differences"]] == differences
-    assert (result["equal"], result["num_equal_tokens"]) == (not differences, num_equal)
-    first = result["first_difference"]
-    assert first == (result["differences"][len(v1) > 1] if differences else None)
-    assert (result["num_logprobs"], result["largest_logprob_difference"]) == (0, None)
 
 
 def test_a_logprob_that_is_no_number_is_the_largest() -> None:

@@ -12,9 +12,6 @@ from safetensors.torch import load_file
 
 from fleetfoot.weights.gguf import tensor_names
 
-SUPER = ("Q4_K", "Q5_K", "Q6_K")
-"""Types that the package reads, and does not write."""
-
 
 def random_blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator, scale: float = 0.002) -> np.ndarray:
     """Bytes of a type with values of the order of ``10 * scale``: ``[..., bytes of a row]``."""

@@ -99,21 +99,6 @@ class ScriptedDrafter:
         assert batch.next_ids[first : last + 1].tolist() == [script[place + 1] for place in positions]
 
 
-class Whims:
-    """A controller of drafts that turns them off and on at random."""
-
-    off_reason = "a whim"
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def choose(self, num_decodes: int) -> int:
-        return self._random.choice((NUM_DRAFTS, 0))
-
-    def observe(self, *_: object) -> None:
-        pass
-
-
 def configured_drafting(folder: Path, context: ModelContext, runner: str, speculative: dict[str, Any]) -> DraftSettings:
     """What a worker with this ``speculative_config`` builds for the model in ``folder``."""
     config = EngineConfig(speculative_config={"num_speculative_tokens": NUM_DRAFTS, **speculative})  # type: ignore[arg-type]

@@ -19,7 +19,6 @@ from fleetfoot.structured.vocabulary import VocabularySource
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 ASSETS = Path(__file__).parents[1] / "assets"
-NAMES = ("qwen3", "deepseek_v3", "gptoss", "llama3_1")
 PADDING = 40
 """Ids of a model behind those of its tokenizer."""
 
@@ -43,29 +42,6 @@ def allowed(matcher: Any) -> list[int]:
     mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
     assert not matcher.is_error(), matcher.get_error()
     return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
-
-
-def write(name: str, grammar: Grammar, text: str, *, in_short: bool) -> list[int]:
-    """The tokens of a text under a grammar: the longest that are allowed, or the shortest."""
-    pieces, matcher, tokens = tokenizer_of(name).pieces.tables[0], grammar.matcher.deep_copy(), []
-    rest, end = text.encode(), tokenizer_of(name).eos_token_id
-    while rest:
-        fitting = [token for token in allowed(matcher) if token != end and rest.startswith(pieces[token] or b"\xff")]
-        tokens.append((min if in_short else max)(fitting, key=lambda token: len(pieces[token])))
-        assert matcher.consume_token(tokens[-1]), matcher.get_error()
-        rest = rest[len(pieces[tokens[-1]]) :]
-    assert matcher.is_accepting() and end in allowed(matcher)
-    return tokens
-
-
-KINDS = {
-    "choice": (lambda text: {"choice": [f"{text}x", "other"]}, "{}x"),
-    "only choice": (lambda text: {"choice": [f"{text}x"]}, "{}x"),
-    "regex": (lambda text: {"regex": f"({text.replace('|', '[|]')})?x"}, "{}x"),
-    "enum": (lambda text: {"json": {"enum": [text, 1]}}, '"{}"'),
-    "name": (lambda text: {"json": {"properties": {text: {"const": 1}}, "required": [text]}}, '{{"{}": 1'),
-    "lark": (lambda text: {"grammar": f'start: "{text}" "x" | "y"'}, "{}x"),
-}
 
 
 def test_a_literal_that_is_forced_is_the_token_that_the_tokenizer_makes_of_it() -> None:

@@ -154,10 +154,6 @@ def workload(**changes: Any) -> Workload:
     return Workload(**{"vocab_size": 100, "input_len": Lengths(8, 20), "output_len": Lengths(1, 5)} | changes)
 
 
-def token_ids(requests: list[BenchRequest]) -> list[list[int]]:
-    return [request.prompt["prompt_token_ids"] for request in requests]  # type: ignore[index,call-overload]
-
-
 def test_requests_arrive_at_the_rate_that_is_asked_for() -> None:
     requests = workload().random_requests(1000, stream=(1,))
     assert all(request.due_s is None for request in workload().with_arrivals(requests, math.inf))

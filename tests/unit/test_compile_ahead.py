@@ -308,6 +308,23 @@ def test_errors_of_parsing_in_threads_are_tried_again(num_errors: int, monkeypat
         assert JITCallable.parse(None) == "kernel"
 
 
+@pytest.mark.parametrize("compiler", ["a C compiler", None])
+def test_the_launcher_of_a_kernel_is_built(compiler: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import driver
+
+    built: list[tuple[object, object]] = []
+
+    def build(src: object, metadata: object) -> None:
+        built.append((src, metadata))
+        if compiler is None:
+            raise FileNotFoundError
+
+    monkeypatch.setattr(driver, "CudaLauncher", build)
+    internals.build_launcher(SimpleNamespace(src="a kernel", metadata=7))
+    internals.build_launcher("something else")
+    assert built == [("a kernel", 7)]
+
+
 def job(kernel: object) -> Callable[[], object]:
     """As Triton makes them."""
     attributes = {(0,): [["tt.divisibility", 16]]}

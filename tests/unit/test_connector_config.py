@@ -22,6 +22,7 @@ from fleetfoot.kv_transfer.base.registry import connector_layouts, find_connecto
 from fleetfoot.kv_transfer.blockstore import connector
 from fleetfoot.kv_transfer.blockstore.connector import SharedStorageConnector
 from fleetfoot.kv_transfer.example import ExampleConnector
+from fleetfoot.kv_transfer.multi import MultiScheduler
 from fleetfoot.kv_transfer.vllm.adapter import VllmScheduler
 from fleetfoot.kv_transfer.vllm.base import KVConnectorBase_V1
 from fleetfoot.plan.connector import resolve_connector
@@ -218,6 +219,23 @@ def test_one_offloading_connector_only(depth: int) -> None:
     assert active_config(kv_transfer_config=transfer).kv_connector == "MultiConnector"
 
 
+def test_offloading_beside_another_connector(tmp_path: Path) -> None:
+    extra = {"shared_storage_path": str(tmp_path)}
+    fields = {"engine_id": "me", "kv_transfer_timeout": 7, "kv_load_failure_policy": "fail"}
+    transfer = {**SHARED, **fields, "kv_role": "kv_consumer", "kv_connector_extra_config": extra}
+    plan = plan_of(kv_offloading_size=0.01, kv_transfer_config=transfer)
+    assert plan.connector is not None
+    config = plan.connector.config
+    assert config.kv_connector == "MultiConnector"
+    offload, shared = part_configs(config)
+    assert (offload.kv_connector, offload.kv_role) == ("OffloadingConnector", "kv_both")
+    assert shared == plan.config.kv_transfer_config
+    for part in (config, offload, shared):
+        assert (part.engine_id, part.kv_transfer_timeout, part.kv_load_failure_policy) == ("me", 7, "fail")
+    assert isinstance(make_connectors(plan)[0], MultiScheduler)
+    worker_connector(plan, 0).shutdown()
+
+
 def multi(*parts: Any, role: str | None = "kv_both", **settings: Any) -> KVTransferConfig:
     extra = {"connectors": list(parts)}
     return KVTransferConfig(kv_connector="MultiConnector", kv_role=role, kv_connector_extra_config=extra, **settings)
@@ -277,15 +295,6 @@ def test_model_fields_in_the_fingerprint() -> None:
     ]
     plans = [dataclasses.replace(plan, model=changed(model, **change)) for change in ({}, *changes)]
     assert len({engine_fingerprint(plan) for plan in plans}) == len(plans)
-
-
-def flip(path: Path, begin: int = -1) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[:begin] + bytes(byte ^ 1 for byte in content[begin:]))
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, 4)
 
 
 @pytest.fixture

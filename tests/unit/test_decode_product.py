@@ -9,7 +9,6 @@ import torch
 
 from fleetfoot.kernels.linear.linear_triton import ChainedResidual
 from fleetfoot.kernels.runtime.cuda_source import CudaKernel
-from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.runtime.row_padding import empty_rows, readable_rows
 from fleetfoot.kernels_hopper.linear import decode_product, gated_product
 from fleetfoot.kernels_hopper.linear.decode_product import kernel_of
@@ -22,7 +21,6 @@ from fleetfoot.kernels_hopper.linear.product_tilings import (
 )
 
 NUM_SMS = 132
-H100 = GPULimits(NUM_SMS, 227 * 1024, (9, 0))
 SHAPES = {  # q, k and v; o; gate and up; down
     "Qwen3-0.6B": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
     "Llama-3.2-1B": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),

@@ -41,7 +41,6 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     # more at the beginning of a text than one token shows
     "double_strip": lambda: with_decoder(byte_fallback_backend(), SPACES, decoders.Fuse(), decoders.Strip(" ", 2, 0)),
 }
-BYTES = ["byte_level", "byte_fallback", "byte_level_in_window", "byte_fallback_in_window"]
 EXACT_ON_INVALID_BYTES = ["byte_level", "metaspace", "word_level"]
 
 
@@ -110,33 +109,6 @@ def test_any_ids(kind: str, data: st.DataObject) -> None:
         assert decode([*prompt, *ids]) in (before + text, before.removesuffix("\ufffd") + text)
 
 
-@pytest.mark.parametrize("kind", BYTES)
-def test_characters_come_whole(kind: str) -> None:
-    backend, face, letter = tokenizer(kind), encode(kind, "x😀"), encode(kind, "x")[-1:]
-    ids = encode(kind, "é你😀")
-    detokenizer = detokenizer_of(kind, backend.encode("prompt"))
-    parts = [part for token_id in ids if (part := detokenizer.update([token_id]))]
-    assert len(ids) > len(parts)
-    assert "".join(parts).strip() == "é你😀"
-    assert set("".join(parts)) <= set(" é你😀")
-    assert detokenizer.finish() == ""
-
-    # unfinished bytes wait for the end
-    ids = [*encode(kind, "a"), *encode(kind, "😀")[:-1]]
-    detokenizer = detokenizer_of(kind, backend.encode("prompt"))
-    assert (detokenizer.update(ids).strip(), detokenizer.update([])) == ("a", "")
-    flushed = detokenizer.finish()
-    assert flushed == backend.decode(ids).lstrip(" a")
-    assert (set(flushed), detokenizer.finish()) == ({"\ufffd"}, "")
-
-    # a character that the prompt begins is completed, broken off, or followed by nothing
-    x = backend.decode_token(letter[0])
-    assert detokenizer_of(kind, face[:-1]).update([*face[-1:], *letter]).strip() == "😀" + x
-    broken_off = detokenizer_of(kind, face[:-1])
-    assert broken_off.update(letter) + broken_off.finish() == x
-    assert detokenizer_of(kind, face[:-1]).finish() == ""
-
-
 @pytest.mark.parametrize("kind", ["byte_fallback", "byte_fallback_in_window"])
 def test_a_run_of_bytes_that_continues_a_prompt(kind: str) -> None:
     prompt, ids = ([id_of_byte(kind, value) for value in text.encode()] for text in ("😀😀", "é"))
@@ -187,3 +159,11 @@ def test_a_run_of_undecodable_tokens_keeps_the_window_short(kind: str) -> None:
     assert 490 <= len(released) <= 500
     assert released + stream.finish() == "\ufffd" * 500
     assert longest < 60
+
+
+def test_a_character_behind_a_run_of_undecodable_tokens_is_not_split() -> None:
+    kind = "byte_level_in_window"
+    face = encode(kind, "😀")
+    for length in range(1, 30):
+        text = detokenizer_of(kind).update([id_of_byte(kind, 0xFF)] * length + face)
+        assert text == "\ufffd" * length + "😀"

@@ -268,29 +268,6 @@ async def test_a_sequence_that_ends_before_the_request_has_an_engine() -> None:
 
 
 @async_test
-async def test_sequences_continue_where_they_were() -> None:
-    params = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=9, output_kind=RequestOutputKind.DELTA)
-    async with played(1, 2) as (client, (_, first, second)):
-        stream = await client.submit([5, 6, 7], params, "r", 0)
-        request = await first.next()
-        first.send(Outputs(0.0, [EngineOutput(request.number, [1, 2]), EngineOutput(request.number + 1, [3])]))
-        first.generate(request, 4, end=RequestStatus.FINISHED_STOPPED)
-        tokens = [[], []]
-        while sum(map(len, tokens)) < 4:
-            for completion in (await anext(stream)).outputs:
-                tokens[completion.index] += completion.token_ids
-        first.close()
-        again = await second.next()
-        assert (again.number, again.resumed, again.kv_transfer_params) == (request.number, [None, [3]], None)
-        end = SequenceEnd(int(RequestStatus.FINISHED_LENGTH), None, 0, 0, 0, 0.0, None, None)
-        second.send(Outputs(0.0, [EngineOutput(request.number + 1, [5], end=end)]))
-        async for output in stream:
-            for completion in output.outputs:
-                tokens[completion.index] += completion.token_ids
-        assert tokens == [[1, 2, 4], [3, 5]]
-
-
-@async_test
 async def test_default_seeds_are_those_of_the_engine_that_is_lost() -> None:
     params = SamplingParams(temperature=1.0, max_tokens=9, output_kind=RequestOutputKind.DELTA)
     async with played(0, 2) as (client, (first, second)):
@@ -662,6 +639,18 @@ async def test_weights_that_the_proxy_cannot_give(caplog: pytest.LogCaptureFixtu
                 pass
         assert "has weights of version 0" in client.interruption  # which /health reports
         again.close()
+
+
+@async_test
+async def test_weights_of_one_version_that_differ() -> None:
+    """They came to each engine by itself, and without a version that both were given."""
+    async with played(0, 2) as (client, (first, second)):
+        first.send(other_facts(weights="w-1", weight_version=1))
+        await until(client, lambda: refusals(client) == [False, True])
+        second.send(other_facts(weights="w-2", weight_version=1))
+        await until(client, lambda: client._link._engines[1].facts.weights == "w-2")
+        assert (await metrics(client, first, second))["gauges"]["proxy_engines_refused"] == 1
+        assert await used_by(client, first) == {first}
 
 
 @async_test

@@ -36,7 +36,6 @@ from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records import step as records
-from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.structured.mask_space import MaskMemory
 from fleetfoot.utils import sockets
@@ -58,8 +57,6 @@ FULL = dataclasses.replace(
     awaited_step=2**40 - 2,
     kv_connector_metadata=BlockStoreMetadata("epoch", loads=[("näme", [BlockTransfer(7, b"\0digest")])]),
 )
-LOST = records.TransferFailure("lost", timed_out=True)
-LAYOUT = KVLayout(9, 16, "bfloat16", (KVCacheSpec(2, 64), KVCacheSpec(2, 64, 7)))
 
 
 @pytest.mark.parametrize("step", [IDLE, FULL], ids=["idle", "full"])

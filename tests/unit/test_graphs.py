@@ -85,9 +85,6 @@ def test_smallest_shapes(shapes: CaptureTable, output: SchedulerOutput, key: tup
     assert shapes.dispatch(output) == (key and StepShape(*key))
 
 
-SHORT = table(short_contexts=((1, 1700), (2, 850), (4, 425)))
-
-
 @pytest.mark.parametrize(
     ("budget", "most", "full_step"),
     [

@@ -24,7 +24,6 @@ from tests.helpers.kv_pair import (
     flip_at,
     join_threads,
     opened,
-    skip_without,
     whole,
 )
 
@@ -34,19 +33,11 @@ from fleetfoot.kv_transfer.nixl import side_channel, transfer_agent
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
 from fleetfoot.kv_transfer.nixl.side_channel import Acquire, Decline, Granted, LeaseError, Leases, ProducerServer, Renew
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
-from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.utils.sockets import Channel, ConnectionLostError, SocketServer, connect
 
 MakeEngine = Callable[..., Engine]
 HELD, LOADED = [3, 7, 1, 12], [9, 8, 2, 0]
 """Blocks of TOKENS on the producer, and on the consumer."""
-
-
-@pytest.fixture(params=["tcp", "nixl"])
-def backend(request: pytest.FixtureRequest) -> str:
-    """Each transfer agent."""
-    skip_without(request.param)
-    return str(request.param)
 
 
 @pytest.fixture
@@ -281,30 +272,6 @@ def test_lease_lasts_while_it_is_renewed(make: MakeEngine) -> None:
     assert ended == {"forgotten": 130, "renewed": 200}  # in any case after abort_timeout
     assert EXPIRED in consumer.load(consumer.remote(params[0])).failed["r"].reason
     assert producer.counters == {"sends_expired": 2}
-
-
-def test_consumer_renews_while_a_request_waits_or_loads(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages, jobs = list[Any](), ManualJobs()
-
-    def notify(addresses: list[str], message: Any, *_: object) -> int:
-        messages.append((addresses, message))
-        return 1
-
-    monkeypatch.setattr(side_channel, "notify", notify)
-    monkeypatch.setattr(nixl_consumer, "IOThreads", lambda *_: jobs)
-    producer, consumer = make(), make(jobs=ManualJobs(), clock=(clock := Clock()))
-    request = consumer.remote(params := producer.hold("p"))
-    for clock.now in range(100, 106):  # it waits until 102, then it loads
-        consumer.step()
-        if clock.now == 102:
-            consumer.begin(request)
-            jobs.run()  # one for 100 and 102
-    jobs.run()
-    assert messages == [(opened(params).addresses, Renew([opened(params).lease]))] * 2
-    clock.now += 60
-    assert consumer.step().failed["r"].timed_out and consumer.counters["notifications_failed"] == 2
-    clock.now += 2
-    assert consumer.scheduler.build_connector_meta(SchedulerOutput(0, [], [], 0, 0, 0)) is None
 
 
 def test_lease_that_is_being_read_is_neither_evicted_nor_declined(stalled: Stalled) -> None:

@@ -24,7 +24,6 @@ LLAMA3_SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0
 LLAMA3_SCALING["original_max_position_embeddings"] = 128
 LLAMA3 = {"rope_type": "llama3", **LLAMA3_SCALING}
 SLIDING, FULL, WINDOW = "sliding_attention", "full_attention", {"use_sliding_window": True}
-BIASES = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
 
 
 def parse(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -537,13 +536,6 @@ def test_the_record_survives_pickling_and_replacing() -> None:
     assert (shorter.num_layers, shorter.layer_parameters()) == (2, config.layer_parameters() // 2)
     with pytest.raises(ValueError, match="layers is empty"):
         dataclasses.replace(config, layers=())
-
-
-LLAMA_8B = model_config("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
-
-
-def members(span: slice) -> range:
-    return range(span.start, span.stop)
 
 
 def shape(heads: int, kv_heads: int, intermediate: int = 96, layers: int = 4, vocab: int = 64) -> ModelConfig:

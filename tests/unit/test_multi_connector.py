@@ -1,47 +1,20 @@
 """Several connectors at once, and the records that travel."""
 
-import itertools
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.helpers.fake_connector import ScriptedConnector
 from tests.helpers.faulty_connector import WORKER_POINTS, Faults, FaultyWorker, InjectedError
-from tests.helpers.kv_bench import TOKENS, Bench, InlineJobs, transfer_config
+from tests.helpers.kv_bench import TOKENS
 
-from fleetfoot.executor.multiprocess import KVOutputMerger
-from fleetfoot.kv_transfer.blockstore import worker
 from fleetfoot.kv_transfer.multi import MultiScheduler, MultiWorker
 from fleetfoot.records.kv_layout import ONE_GROUP
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput, TransferFailure
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.step_connector import StepConnector
-
-OTHERS = list(range(100, 109))
-
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[..., Bench]:
-    """Makes an engine with host memory and files that are written at once, or with files alone."""
-    monkeypatch.setattr(worker, "IOThreads", lambda name, num_threads: InlineJobs())
-
-    def make_bench(num_cpu_blocks: int | None = 2) -> Bench:
-        config = transfer_config("FilesystemConnector", shared_storage_path=str(tmp_path))
-        if num_cpu_blocks is not None:
-            offload = transfer_config("OffloadingConnector", num_cpu_blocks=num_cpu_blocks)
-            config = transfer_config("MultiConnector", connectors=[offload, config])
-        bench = Bench(config)
-        request.addfinalizer(bench.shutdown)
-        return bench
-
-    return make_bench
-
 
 request_of = partial(Request, prompt_token_ids=TOKENS, params=SamplingParams(), max_tokens=4, seed=0)
 
@@ -101,32 +74,3 @@ def test_the_order_of_calls_and_a_part_that_raises() -> None:
 def test_metadata_of_another_connector() -> None:
     with pytest.raises(TypeError, match="KV connector metadata is a str; it must be MultiMetadata"):
         MultiWorker({}).bind_connector_metadata("something")
-
-
-ENDS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["loaded", "failed", "sent"]))
-
-
-@given(order=st.permutations(range(6)), ranks=st.lists(ENDS, min_size=3, max_size=3), size=st.integers(1, 3))
-def test_transfers_end_when_ended_everywhere(order: list[int], ranks: list[dict[str, str]], size: int) -> None:
-    """Six outputs, two of each rank, with the ends of two requests each."""
-    merger, merged = KVOutputMerger(3), KVConnectorOutput(counters={"steps": 0})
-    ends = {request_id: [rank.get(request_id, "loaded") for rank in ranks] for request_id in "abcd"}
-    ends = {request_id: ["sent"] * 3 if "sent" in what else what for request_id, what in ends.items()}
-    outputs = []
-    for rank, request_ids in itertools.product(range(3), ("cd", "ab")):
-        given = {what: {name for name in request_ids if ends[name][rank] == what} for what in ("loaded", "sent")}
-        failed = {name: TransferFailure(f"rank {rank}") for name in request_ids if ends[name][rank] == "failed"}
-        outputs.append(KVConnectorOutput(**given, failed=failed, counters={"steps": 1}))
-    for begin in range(0, 6, size):
-        part = merger.merge([*(outputs[index] for index in order[begin : begin + size]), None])
-        assert part is not None
-        assert not (merged.loaded & part.loaded or merged.sent & part.sent or merged.failed.keys() & part.failed.keys())
-        merged.loaded |= part.loaded
-        merged.sent |= part.sent
-        merged.failed |= part.failed
-        merged.counters["steps"] += part.counters["steps"]
-    assert merged.counters == {"steps": 6}
-    assert merged.sent == {request_id for request_id, what in ends.items() if "sent" in what}
-    assert set(merged.failed) == {request_id for request_id, what in ends.items() if "failed" in what}
-    assert merged.loaded == set("abcd") - merged.sent - set(merged.failed)
-    assert merger.merge([None, KVConnectorOutput()]) is None

@@ -97,20 +97,12 @@ def test_settings_that_contradict_each_other(runner: Any, use_v2: bool) -> None:
     EngineConfig(model_runner=runner, use_v2_model_runner=not use_v2)
 
 
-LORA: dict[str, Any] = {"enable_lora": True}
 STRANGER = connector("DeclaresNothing")
 TOKEN_MAJOR = connector("DeclaresTokenMajor")
-V2 = {"model_runner": "v2"}
 
 
-ACCEPTED = "the KV connector DeclaresTokenMajor accepts token-major-nhd alone"
-LAYOUT = f"V2 keeps its KV cache as arena or block-contiguous-hnd, and {ACCEPTED}"
 POOLING = dataclasses.replace(LLAMA, task="pooling")
 OTHER = ModelFeatures("OtherForCausalLM", task="pooling")
-DEFAULTS = ", ".join(oracle.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES)
-ARCHITECTURE = f"OtherForCausalLM is not one of the architectures that V2 is the default of ({DEFAULTS})"
-TRITON = "V2's GPU kernels are written in Triton, and this GPU is to run without it"
-FEATURES = "V2 does not support LoRA adapters (enable_lora is on)"
 
 
 @pytest.fixture
@@ -120,28 +112,6 @@ def runners_that_call_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     declare(monkeypatch, "", ("v1",), Feature.LORA, Feature.POOLING)
     entry = dataclasses.replace(oracle.ARCHITECTURES["LlamaForCausalLM"], default_on_v2=False)
     monkeypatch.setitem(oracle.ARCHITECTURES, OTHER.architecture, entry)
-
-
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        ({"num_local_experts": 8}, "experts"),
-        ({"num_experts": 1, "layer_types": ["full_attention", "sliding_attention", "chunked_attention"]}, ""),
-        ({"text_config": {"n_routed_experts": 64}}, "experts"),
-        ({"ffn_config": {"moe_num_experts": 16}}, "experts"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "hybrid"),
-        ({"attn_type_list": [0, 1]}, "hybrid"),
-        ({"linear_attn_config": {"full_attn_layers": [4]}}, "hybrid"),
-        ({"state_size": 16}, "hybrid"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        ({"text_config": {"compression_config": {"bits": 4}}}, "of an unnamed method"),
-    ],
-)
-def test_what_a_checkpoint_requires(content: dict[str, Any], found: str) -> None:
-    features = ModelFeatures.of({"architectures": ["AnyForCausalLM"], **content}, None)
-    assert features.architecture == "AnyForCausalLM"
-    assert (features.has_experts, features.is_hybrid) == (found == "experts", found == "hybrid")
-    assert features.quantization == (found if found not in ("", "experts", "hybrid") else None)
 
 
 @pytest.mark.usefixtures("runners_that_call_connectors")
@@ -178,38 +148,6 @@ def test_connectors_declare_the_layouts_that_they_accept(name: str, path: str | 
     assert layout is not None or decision.reasons == (reason,)
     kept = "alone; KV caches are kept as arena, block-contiguous-hnd, token-major-nhd."
     assert name != "DeclaresOther" or decision.missing[0].why_not.endswith(f"accepts another {kept}")
-
-
-@pytest.mark.parametrize(
-    ("required", "accepted", "runner", "layout"),
-    [
-        (None, None, "v1", TOKEN_MAJOR_NHD),  # vLLM's default
-        ("NHD", None, "v1", TOKEN_MAJOR_NHD),
-        ("HND", None, "v2", BLOCK_CONTIGUOUS_HND),
-        (TOKEN_MAJOR_NHD, ("HND",), "v1", TOKEN_MAJOR_NHD),
-        (BLOCK_CONTIGUOUS_HND, None, "v2", BLOCK_CONTIGUOUS_HND),
-        (None, ("NHD", "HND"), "v2", BLOCK_CONTIGUOUS_HND),
-        (None, (TOKEN_MAJOR_NHD,), "v1", TOKEN_MAJOR_NHD),
-        (None, (), "v1", None),
-        (None, ("CROSS", "NHWC"), "v1", None),
-        (None, "NHD", "v1", None),  # not a list of names
-    ],
-)
-def test_layouts_of_connectors_that_are_written_for_vllm(
-    monkeypatch: pytest.MonkeyPatch, required: str | None, accepted: Any, runner: str, layout: str | None
-) -> None:
-    monkeypatch.setattr(Theirs, "required", required)
-    if accepted is not None:
-        monkeypatch.setattr(Theirs, "accepted_kv_layouts", accepted, raising=False)
-    decision = ask(**connector("Theirs"))
-    assert decision.runner == runner and bool(decision.missing) == (layout is None)
-    assert layout is None or decision.kv_layout == layout
-    assert layout is not None or decision.missing[0].name == "this KV connector"
-    if layout is not None:  # V1 prefers the layout of V2, whatever the order of the accepted ones
-        other = ask(**connector("Theirs"), model_runner="v1")
-        assert (other.kv_layout, other.missing) == (layout, ())
-        reason = f"Model Runner V1 keeps {ARENA} by default, and the KV connector Theirs accepts "
-        assert other.kv_layout_reason is not None and other.kv_layout_reason.startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +198,6 @@ def test_of_several_connectors_one_that_refuses_decides() -> None:
         ask(kv_transfer_config=settings)
 
 
-ROLES = "kv_role (kv_producer, kv_consumer, kv_both)"
-
-
 DRAFT = {"num_speculative_tokens": 3, "model": "a/draft"}
 ODD_BLOCKS = ModelFeatures(
     "LlamaForCausalLM", quantization="fp8", formats=(WeightFormat("fp8", "scale_inv", (128, 48), "group"),)
@@ -294,7 +229,6 @@ REQUIRING: dict[Feature, dict[str, Any]] = {
     Feature.LORA: {"enable_lora": True},
     Feature.LOGITS_PROCESSORS: {"logits_processors": ["module:Class"]},
 }
-PLAIN: dict[str, Any] = {"enable_chunked_prefill": False, "enable_prefix_caching": False}
 
 
 SETTINGS = [{}, *({**settings} for settings in REQUIRING.values() if "model" not in settings), STRANGER]

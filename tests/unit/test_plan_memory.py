@@ -39,8 +39,6 @@ from fleetfoot.runner.v2.state import DeviceState
 SMALL = model_config("LlamaForCausalLM", 101, 48, 80, 3, 4, 2, 12, 256)
 LLAMA_8B = model_config("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
 TINYLLAMA = model_config("LlamaForCausalLM", 32000, 2048, 5632, 22, 32, 4, 64, 2048, dtype="bfloat16")
-PARTS = ["weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch"]
-PARTS += ["communication", "driver"]
 
 
 def shape_of(

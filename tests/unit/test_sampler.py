@@ -13,7 +13,6 @@ from fleetfoot.kernels.sampling import sample as filters
 from fleetfoot.kernels.sampling.sample import RandomRows, sample_cpu, sample_torch
 from fleetfoot.kernels.sampling.token_logprobs import LogprobRows, token_logprobs_cpu, token_logprobs_torch
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.sampling.request_params import request_seed
 from fleetfoot.sampling.sampler_v1 import SamplingMetadata, SamplingRow, process_logits, sample
 
 CPU = torch.device("cpu")
@@ -25,44 +24,6 @@ def row(tokens=(1,), num_prompt_tokens=1, seed=0, stop=(), bad_words=(), **param
 
 def run(logits, *rows):
     return sample(logits, SamplingMetadata.build(rows, CPU))
-
-
-def draw(logits, count, **params):
-    """Tokens of ``count`` requests with different seeds on the same logits, as counts over the vocabulary."""
-    shared = SamplingParams(**params)
-    rows = [SamplingRow(shared, request_seed(i, 0), [1, 2], 2) for i in range(count)]
-    return torch.bincount(run(logits.expand(count, -1), *rows).token_ids, minlength=logits.shape[-1])
-
-
-BAD_WORDS = {"bad_words": [[1], [5, 2], [3, 5, 2]]}  # 1 is never generated; (3, 5, 2) is longer than some outputs
-STOP = {"min_tokens": 2, "stop": (1, 2)}
-
-
-def kept(scores, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The distribution that the parameters define, in plain Python."""
-    weights = [math.exp((x - max(scores)) / temperature) for x in scores]
-    if min_p:
-        weights = [w if w >= min_p * max(weights) else 0.0 for w in weights]
-    if 0 < top_k < len(weights):
-        least = sorted(weights, reverse=True)[top_k - 1]
-        weights = [w if w >= least else 0.0 for w in weights]
-    total, reached, chosen = sum(weights), 0.0, set()
-    for i in sorted(range(len(weights)), key=lambda i: -weights[i]):
-        if reached < top_p * total:
-            chosen.add(i)
-            reached += weights[i]
-    weights = [w if i in chosen else 0.0 for i, w in enumerate(weights)]
-    return [w / sum(weights) for w in weights]
-
-
-def fits(observed, expected):
-    """Pearson's chi-square test, at about four standard deviations; cells too small for it are taken together."""
-    cells = [(o, e) for o, e in zip(observed, expected, strict=True) if e >= 5]
-    small = [(o, e) for o, e in zip(observed, expected, strict=True) if 0 < e < 5]
-    if small:
-        cells.append((sum(o for o, _ in small), max(sum(e for _, e in small), 1.0)))
-    freedom = len(cells) - 1
-    return sum((o - e) ** 2 / e for o, e in cells) < freedom + 4 * math.sqrt(2 * freedom)
 
 
 def remaining(scores):

@@ -70,14 +70,6 @@ def test_refused_values_name_the_field_and_the_value(name, value):
     assert repr(info.value.value) in map(repr, wrong)
 
 
-ACCEPTED = [
-    ("temperature", 1e-8), ("temperature", 100), ("top_k", -1), ("top_k", 10**9), ("top_p", 1e-9), ("min_p", 1),
-    ("seed", 2**64 - 1), ("seed", -(2**63)), ("presence_penalty", -2), ("repetition_penalty", 0.01),
-    ("logprobs", 0), ("logprobs", -1), ("prompt_logprobs", -1), ("max_tokens", None), ("n", 16384),
-    ("truncate_prompt_tokens", -1), ("min_tokens", 500),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("fields", "field", "value"),
     [

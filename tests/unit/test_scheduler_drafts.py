@@ -14,7 +14,7 @@ from fleetfoot.cli.bench import summary
 from fleetfoot.cli.bench_load import Samples, results
 from fleetfoot.cli.command import drafts_line
 from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.scheduler.stats import DraftStats, SchedulerStats
 from fleetfoot.speculative.controller import FIRST_PATIENCE, MEASURING, NUM_SAMPLES, AdaptiveDrafts
@@ -170,30 +170,6 @@ def test_a_budget_below_a_decode_of_each_request(num_drafts: int, budget: int, m
 SOME = DraftStats(
     num_steps=6, num_rows=10, num_drafted=30, num_accepted=15, accepted_at=(8, 5, 2), off={"a whim": 2}, off_reason=""
 )
-
-
-def test_counts_of_places_and_requests() -> None:
-    controller = Switch(3)
-    scheduler = scheduler_of(3, controller)
-    first, second = request_of("a"), request_of("b")
-    begin(scheduler, first, second)
-    for tokens, drafted in (([[1, 2, 3, 4], [5]], [3, 3]), ([[6, 7], [8]], [3, 0])):
-        output = schedule(scheduler)
-        scheduler.update(output, ModelRunnerOutput(tokens, num_drafted=drafted))
-    stats = scheduler.stats().drafts
-    assert (stats.num_steps, stats.num_rows, stats.num_drafted, stats.num_accepted) == (2, 3, 9, 4)
-    assert stats.accepted_at == (2, 1, 1)
-    assert (first.num_drafted, first.num_accepted) == (6, 4)
-    assert (second.num_drafted, second.num_accepted) == (3, 0)
-    assert stats.off_reason == ""
-
-    controller.num_drafts = 0
-    update(scheduler, schedule(scheduler), [9, 9, 9, 9], [9])
-    stats = scheduler.stats().drafts
-    assert (stats.off, stats.off_reason) == ({"turned off": 1}, "turned off")
-    controller.num_drafts = 3
-    update(scheduler, schedule(scheduler), [9], [9])
-    assert scheduler.stats().drafts.off_reason == ""
 
 
 def test_the_line_of_the_command() -> None:

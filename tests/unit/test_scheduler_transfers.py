@@ -90,20 +90,6 @@ def test_a_connector_that_matches_what_cannot_be(matched: int) -> None:
         scheduler.schedule()
 
 
-def test_a_load_that_failed_is_computed_and_not_tried_again() -> None:
-    a = request_of("a")
-    scheduler, connector = world(ScriptedConnector({"a": 8}), a, b := request_of("b", prompt=3))
-    _, (result,) = step(scheduler, failed=FAILED)
-    assert result.number == b.sequence_number
-    assert (a.status, a.block_ids, a.num_computed) == (RequestStatus.WAITING, [], 0)
-    output, _ = step(scheduler)
-    assert output.num_scheduled_tokens == [1, 9]
-    assert len(connector.of("match")) == 2  # of a once, of b once
-    stats = scheduler.stats()
-    assert (stats.transfers.loads_failed, stats.transfers.loads_timed_out, stats.transfers.num_loading) == (1, 0, 0)
-    assert (a.num_cached_tokens, stats.prefix_cache_queries) == (0, 12)
-
-
 def test_a_load_that_failed_fails_its_request_if_it_is_to() -> None:
     a = request_of("a")
     scheduler, connector = world(ScriptedConnector({"a": 8}), a, kv_load_failure_policy="fail")
@@ -172,20 +158,6 @@ def test_what_ran_with_old_weights_is_not_found_after_new_ones_even_if_its_step_
     scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
     scheduler.add_request(request_of("b2", prompt=list(b.token_ids)))
     assert schedule(scheduler).new_requests[0].num_computed_tokens == 0
-
-
-@pytest.mark.parametrize("caching", [True, False])
-def test_blocks_are_reported_once_chunk_by_chunk_and_when_a_request_leaves(caching: bool) -> None:
-    scheduler, connector = world(ScriptedConnector(), max_num_batched_tokens=10, enable_prefix_caching=caching)
-    scheduler.add_request(request_of("a", prompt=14, max_tokens=8))
-    step(scheduler)
-    assert connector.of("filled") == [("a", 0, 2, True)]
-    step(scheduler)
-    assert connector.of("filled")[1:] == [("a", 2, 3, True)]
-    while scheduler.has_unfinished:
-        step(scheduler)
-    assert connector.of("filled")[2:] == [("a", 3, 5, False)]  # 22 tokens; the last one's KV is nowhere
-    assert connector.calls[-1] == ("finished", "a", "length", 6, 22)
 
 
 def test_an_invalid_token_of_a_preempted_request() -> None:

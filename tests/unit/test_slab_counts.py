@@ -1,45 +1,14 @@
 """Groups of layers without a model: their sizes, how many requests fit, and slabs against a plain model."""
 
 import random
-from collections.abc import Iterator
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetfoot.records.kv_layout import (
-    KVCacheSpec,
     KVGroup,
-    KVLayout,
-    LayerCacheSpec,
-    make_groups,
 )
-from fleetfoot.records.request import Request
-from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.scheduler.block_pool import BlockPools
-from fleetfoot.scheduler.scheduler import Scheduler
-
-GEMMA = tuple(KVCacheSpec(1, 256, None if layer % 6 == 5 else 512) for layer in range(26))
-"""Gemma-3-1B."""
-BLOCK = 16
-
-
-def layout_of(specs: tuple[LayerCacheSpec, ...], num_bytes: int, max_model_len: int = 32768) -> KVLayout:
-    groups = make_groups(specs, (), BLOCK, "bfloat16", max_model_len)
-    one = KVLayout(1, BLOCK, "bfloat16", specs, groups=groups)
-    return KVLayout(num_bytes // one.bytes_per_block - 1, BLOCK, "bfloat16", specs, groups=groups)
-
-
-def request_of(number: int, length: int) -> Request:
-    prompt = [(number * 7919 + position) % 50021 for position in range(length)]
-    return Request(str(number), prompt, SamplingParams(max_tokens=400), max_tokens=400, seed=0)
-
-
-def steps(scheduler: Scheduler) -> Iterator[int]:
-    """Run steps, and count those that decode in each."""
-    while (output := scheduler.schedule()) is not None:
-        scheduler.update(output, ModelRunnerOutput([[7]] * output.num_sampled))
-        yield output.num_decodes
 
 
 @settings(max_examples=40, deadline=None)

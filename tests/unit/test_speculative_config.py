@@ -2,7 +2,7 @@
 a direct computation, the shapes of its checkpoints, and the short steps of drafters."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from tests.helpers.specs import model_config
 
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.fusion import plan_fusion
@@ -27,7 +26,7 @@ from fleetfoot.records.forward_context import AttentionMetadata
 from fleetfoot.records.weights import WeightError
 from fleetfoot.speculative.drafter import DraftBatch, DrafterContext, DraftSteps
 from fleetfoot.speculative.eagle import EagleDrafter
-from fleetfoot.speculative.find import DrafterModel, DrafterShape, drafter_shape, find_drafter
+from fleetfoot.speculative.find import DrafterModel, find_drafter
 
 
 def parse(**settings: Any) -> SpeculativeConfig:
@@ -92,7 +91,6 @@ def test_a_step_must_hold_the_drafts_of_every_request() -> None:
         assert plan.max_num_batched_tokens == tokens
 
 
-DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"
 TARGET = load_model_config(embedded_model_path())
 
 
@@ -105,10 +103,6 @@ def find(config: EngineConfig) -> DrafterModel:
     found = find_drafter(config, TARGET)
     assert found is not None
     return found
-
-
-def shape_of(config: EngineConfig, target: ModelConfig, dtype: str, device: str) -> DrafterShape:
-    return drafter_shape(config, target, find_drafter(config, target), dtype, device)
 
 
 def changed_head(folder: Path, **fields: Any) -> Path:
@@ -291,18 +285,3 @@ def test_short_steps_read_what_the_first_pass_wrote(tmp_path: Path) -> None:
     steps = DraftSteps(batch, BLOCK_SIZE, lambda *_, **__: torch.zeros(1))
     last = int(steps.singles(0, 1)[0].slot_mapping)
     assert written_slots(cache, before) == sorted([*batch.metadata.slot_mapping.tolist(), last])
-
-
-def make_batch(positions: list[int], limits: list[int], rows: list[int]) -> DraftBatch:
-    """A step of decodes; request i has blocks 4i + 1 to 4i + 4."""
-    return replace(
-        first_step(1),
-        positions=torch.tensor(positions),
-        limits=torch.tensor(limits),
-        block_tables=torch.arange(1, 1 + len(rows) * 4, dtype=torch.int32).view(len(rows), 4),
-        rows=torch.tensor(rows, dtype=torch.int32),
-        temperatures=torch.tensor([0.0, 0.7, 1.3]),
-        seeds=torch.tensor([5, -6, 7]),
-        is_decode=True,
-        max_seq_len=16,
-    )

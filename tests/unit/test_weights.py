@@ -74,10 +74,6 @@ def put_part(tensors: Tensors, spec: WeightSpec) -> None:
         tensors[spec.name][place] = spec.destination()[span]
 
 
-def part_of(tensors: Tensors, spec: WeightSpec) -> torch.Tensor:
-    return torch.cat([tensors[spec.name][place] for place, _ in parts(spec)])
-
-
 def random_tensors(*, tied: bool = False, seed: int = 0) -> Tensors:
     return weights(ModelLoader(config(tied=tied), CONTEXT, None, "dummy", seed).load())
 
