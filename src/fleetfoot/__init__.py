@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fleetfoot._version import __version__ as __version__
 
 try:
-    from fleetfoot.utils.vllm_paths import install, names_of, provide_names
+    from fleetfoot.compat.paths import install, names_of, provide_names
 except KeyboardInterrupt:
     if sys.argv[:1] == ["-m"] or sys.argv[0].endswith(("/fleetfoot", "/fleetfoot/__main__.py")):
         raise SystemExit(130) from None  # a command, which shows no traceback

@@ -16,8 +16,8 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self
 
+from fleetfoot.compat.names import check_call_keywords
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.calls import EngineCalls
 from fleetfoot.engine.engine import LLMEngine, drain_deadline
 from fleetfoot.engine.errors import EngineDeadError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict
 
-from fleetfoot.utils.vllm_paths import provide_names
+from fleetfoot.compat.paths import provide_names
 
 
 class TextPrompt(TypedDict):

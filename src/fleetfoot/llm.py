@@ -12,8 +12,9 @@ from itertools import count
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from fleetfoot.compat.names import check_call_keywords
+from fleetfoot.compat.paths import missing_attribute
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.beam_search import BeamSearchOutput, search
 from fleetfoot.engine.calls import EngineCalls
 from fleetfoot.engine.chat import ChatCalls, ToolUse
@@ -33,7 +34,6 @@ from fleetfoot.records.sampling_params import BeamSearchParams, RequestOutputKin
 from fleetfoot.utils.process import SHORT_COLLECTIONS, StopSignal, deferred_interrupts
 from fleetfoot.utils.progress import loading_bar, progress_bar
 from fleetfoot.utils.validation import FieldError, FieldTypeError
-from fleetfoot.utils.vllm_paths import missing_attribute
 
 if TYPE_CHECKING:
     from fleetfoot.engine.arg_utils import EngineArgs

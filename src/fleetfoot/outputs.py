@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fleetfoot.compat.paths import provide_names
 from fleetfoot.records.step import PackedLogprobs, RowLogprobs
-from fleetfoot.utils.vllm_paths import provide_names
 
 if TYPE_CHECKING:
     import torch

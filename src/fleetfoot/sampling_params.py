@@ -1,8 +1,8 @@
 """The address at which vLLM's scripts look for sampling parameters."""
 
+from fleetfoot.compat.paths import provide_names
 from fleetfoot.records.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from fleetfoot.records.structured_outputs import StructuredOutputsParams
-from fleetfoot.utils.vllm_paths import provide_names
 
 GuidedDecodingParams = StructuredOutputsParams
 """The earlier name."""

@@ -337,7 +337,7 @@ def test_ctrl_c_stops_a_reply_alone(run: Command, monkeypatch: Patch, pipe: Pipe
     assert second
 
 
-@pytest.mark.parametrize("module", ["fleetfoot.utils.vllm_paths", "fleetfoot.cli.main"])
+@pytest.mark.parametrize("module", ["fleetfoot.compat.paths", "fleetfoot.cli.main"])
 def test_ctrl_c_while_a_command_imports_shows_no_traceback(module: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import signal, sys\n"

@@ -13,9 +13,9 @@ from tests.helpers.commands import CommandRunner
 from fleetfoot import __version__
 from fleetfoot.cli import arguments, generate
 from fleetfoot.cli.command import UsageError
+from fleetfoot.compat.arguments import FlexibleArgumentParser
 from fleetfoot.config.engine import UNSUPPORTED, EngineConfig
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
 
 
 def parse(argv: list[str], **defaults: Any) -> argparse.Namespace:

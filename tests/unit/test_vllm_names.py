@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fleetfoot.config import vllm_names
+from fleetfoot.compat import names as vllm_names
 from fleetfoot.config.engine import CompilationConfig, EngineConfig
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.records.sampling_params import SamplingParams

@@ -11,12 +11,13 @@ from fleetfoot.platforms import current_platform
 
 import fleetfoot
 from fleetfoot import AsyncEngineArgs, EngineArgs
+from fleetfoot.compat import paths as vllm_paths
+from fleetfoot.compat.arguments import FlexibleArgumentParser, parse_value
+from fleetfoot.compat.names import ENGINE_KEYWORDS
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.config.vllm_names import ENGINE_KEYWORDS
 from fleetfoot.distributed import cleanup_dist_env_and_memory
-from fleetfoot.utils import get_open_port, vllm_paths
-from fleetfoot.utils.argparse_utils import FlexibleArgumentParser, parse_value
+from fleetfoot.utils import get_open_port
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm_names.md"
 

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from fleetfoot._version import __version__
 from fleetfoot.cli import bench, chat, compile, generate, plan, pool, processes, quantize, serve, verify
 from fleetfoot.cli.command import UsageError, add_command, discard, print_status
-from fleetfoot.config.vllm_names import ENGINE_FLAGS
-from fleetfoot.utils.argparse_utils import FlexibleArgumentParser
+from fleetfoot.compat.arguments import FlexibleArgumentParser
+from fleetfoot.compat.names import ENGINE_FLAGS
 from fleetfoot.utils.logs import TextFormatter
 from fleetfoot.utils.process import Terminated, error_text, terminable
 

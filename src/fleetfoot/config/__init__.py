@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fleetfoot.utils.vllm_paths import provide_names
+from fleetfoot.compat.paths import provide_names
 
 if TYPE_CHECKING:
     from fleetfoot.config.kv_transfer import KVTransferConfig as KVTransferConfig

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
+from fleetfoot.compat.names import ENGINE_KEYWORDS, check_engine_keyword, replicas_here
 from fleetfoot.config import env
 from fleetfoot.config.eplb import EPLBConfig
 from fleetfoot.config.json_fields import ABOVE_ZERO, Bounds, JSONSettings, check_fields
@@ -18,7 +19,6 @@ from fleetfoot.config.pooling import PoolerConfig
 from fleetfoot.config.profiler import ProfilerConfig
 from fleetfoot.config.sharding import ExpertSplit
 from fleetfoot.config.speculative import SpeculativeConfig
-from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword, replicas_here
 from fleetfoot.config.weight_transfer import WeightTransferConfig
 from fleetfoot.utils.cluster_key import ClusterKey, find_cluster_key
 from fleetfoot.utils.validation import FieldError, FieldTypeError, is_host, is_loopback, unknown_keyword

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from fleetfoot.compat.names import SPECULATIVE_KEYS
 from fleetfoot.config.json_fields import Bounds, JSONSettings
-from fleetfoot.config.vllm_names import SPECULATIVE_KEYS
 
 
 @dataclass(frozen=True, slots=True)

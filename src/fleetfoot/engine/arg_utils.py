@@ -8,9 +8,9 @@ from dataclasses import Field, fields, make_dataclass
 from functools import partial
 from typing import Any
 
+from fleetfoot.compat.arguments import parse_value
+from fleetfoot.compat.names import ENGINE_FLAGS, ENGINE_KEYWORDS
 from fleetfoot.config.engine import UNSUPPORTED, EngineConfig, plain_value
-from fleetfoot.config.vllm_names import ENGINE_FLAGS, ENGINE_KEYWORDS
-from fleetfoot.utils.argparse_utils import parse_value
 from fleetfoot.utils.validation import checked_keywords
 
 _VALUES: dict[str, tuple[type, str]] = {"int": (int, "N"), "float": (float, "X"), "str": (str, "NAME")}

@@ -13,8 +13,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from fleetfoot.compat.names import check_call_keywords
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.building import (
     build_core,
     build_input_processor,

@@ -8,8 +8,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
 
+from fleetfoot.compat.names import check_call_keywords
 from fleetfoot.config.pooling import Pooling
-from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.pooling_texts import PoolingTexts
 from fleetfoot.inputs import PromptType

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
-from fleetfoot.config.vllm_names import SAMPLING_KEYWORDS
+from fleetfoot.compat.names import SAMPLING_KEYWORDS
 from fleetfoot.records.structured_outputs import StructuredOutputsParams, as_structured_outputs
 from fleetfoot.utils.validation import FieldError, checked_keywords
 

@@ -1,5 +1,5 @@
 """Small helpers without dependencies on other packages of Fleetfoot."""
 
-from fleetfoot.utils.vllm_paths import provide_names
+from importlib import import_module
 
-provide_names(__name__)
+import_module("fleetfoot.compat.paths").provide_names(__name__)  # an upper room

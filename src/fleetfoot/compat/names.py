@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from fleetfoot.compat.paths import NO_LORA, NO_MULTIMODAL, NO_PARSER
 from fleetfoot.utils.validation import FieldError, is_neutral, unknown_keyword
-from fleetfoot.utils.vllm_paths import NO_LORA, NO_MULTIMODAL, NO_PARSER
 
 _CONFIG = "set hf_overrides={...}: fields in place of those of config.json"
 _SWITCH = (False, True)

@@ -62,7 +62,7 @@ NAMES = {
     "config": "config.engine.CompilationConfig config.engine.CompilationMode config.engine.VllmConfig "
               "config.kv_events.KVEventsConfig config.kv_transfer.KVTransferConfig "
               "config.pooling.PoolerConfig config.profiler.ProfilerConfig "
-              "config.speculative.SpeculativeConfig config.vllm_names.AttentionConfig "
+              "config.speculative.SpeculativeConfig compat.names.AttentionConfig "
               "config.weight_transfer.WeightTransferConfig",
     f"{_KV}.base": _connector_names("base", "KVConnectorBase"),
     f"{_KV}.factory": _connector_names("factory", "KVConnectorFactory"),
@@ -82,23 +82,24 @@ NAMES = {
     "engine.llm_engine": "engine.engine.LLMEngine",
     "entrypoints.llm": "llm.LLM",
     "forward_context": _connector_names("records", "ForwardContext"),
-    "logger": "utils.vllm_paths.init_logger",
+    "logger": "compat.paths.init_logger",
     "logprobs": "outputs.Logprob",
     "model_executor.layers.attention.mla_attention": _connector_names("records", "MLACommonMetadata"),
     "model_executor.models": "config.model_registry.ModelRegistry",
     "model_executor.models.registry": "config.model_registry.ModelRegistry",
     "platforms": "plan.machine.current_platform",
     "pooling_params": "records.pooling_params.PoolingParams",
-    "utils": "utils.argparse_utils.FlexibleArgumentParser utils.validation.get_open_port",
-    "utils.hashing": "utils.vllm_paths.safe_hash",
-    "utils.print_utils": "utils.vllm_paths.print_embeddings",
+    "utils": "compat.arguments.FlexibleArgumentParser utils.validation.get_open_port",
+    "utils.argparse_utils": "compat.arguments.FlexibleArgumentParser",
+    "utils.hashing": "compat.paths.safe_hash",
+    "utils.print_utils": "compat.paths.print_embeddings",
     "utils.network_utils": "utils.validation.get_open_port",
     "v1.attention.backend": _connector_names("records", "AttentionMetadata"),
     "v1.attention.backends.mla.common": _connector_names("records", "MLACommonMetadata"),
     "v1.attention.backends.triton_attn": _connector_names("records", "TritonAttentionMetadata"),
     "v1.core.kv_cache_manager": _connector_names("records", "KVCacheBlocks"),
     "v1.core.sched.output": _connector_names("records", "CachedRequestData", "NewRequestData", "SchedulerOutput"),
-    "v1.attention.backends.registry": "config.vllm_names.AttentionBackendEnum",
+    "v1.attention.backends.registry": "compat.names.AttentionBackendEnum",
     "v1.engine.async_llm": "async_llm.AsyncLLM",
     "v1.engine.exceptions": "engine.errors.EngineDeadError",
     "v1.engine.llm_engine": "engine.engine.LLMEngine",

@@ -1,0 +1,1 @@
+"""vLLM's names and paths, where they are not those of this package."""
