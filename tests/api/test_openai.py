@@ -235,6 +235,7 @@ def test_more_tokens_than_there_is_room_for(client: httpx.Client) -> None:
         response = client.post(path, json={"model": "story", **sent})
         error = response.json()["error"]
         assert (response.status_code, error["param"], error["code"]) == (400, field, "context_length_exceeded"), error
+        assert "this model's maximum context length is 2048 tokens" in error["message"]  # clients look for it
     for fields, most in (({"max_tokens": 8}, 8), ({}, 8), ({"truncate_prompt_tokens": -1, "max_tokens": 20}, 20)):
         body = {"prompt": ids, "ignore_eos": True, **fields}
         assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == most

@@ -127,7 +127,10 @@ def test_each_token_and_dimensions(tmp_path: Path) -> None:
         )
         long = [5] * 128  # all of max_model_len: nothing is generated
         assert len(llm.embed(ids([long]), use_tqdm=False)[0].outputs.embedding) == 48
-        with pytest.raises(ValueError, match=r"prompt has 129 tokens; with max_model_len=128 it can have at most 128$"):
+        with pytest.raises(
+            ValueError,
+            match=r"prompt has 129 tokens; this model's .* 128 tokens \(max_model_len\), so it can have at most 128$",
+        ):
             llm.embed(ids([[*long, 5]]), use_tqdm=False)
 
 

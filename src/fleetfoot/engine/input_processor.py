@@ -210,6 +210,12 @@ class InputProcessor:
         """In tokens: without pooling, there is room for one more."""
         return self.max_model_len - (self.pooling is None)
 
+    @property
+    def _limit(self) -> str:
+        """Words of errors, before a number. Clients look for those of OpenAI's API, to shorten a conversation."""
+        most = f"this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
+        return f"{most}, so it can have at most"
+
     def check_params(self, params: SamplingParams | PoolingParams) -> Any:
         """A validated copy of parameters, which several requests can share.
 
@@ -359,8 +365,7 @@ class InputProcessor:
         if keep > longest and len(kept) < len(text):
             raise FieldError(
                 "prompt",
-                f"has more than {longest} tokens, and truncate_prompt_tokens is {keep}; with max_model_len="
-                f"{self.max_model_len} it can have at most {longest}",
+                f"has more than {longest} tokens, and truncate_prompt_tokens is {keep}; {self._limit} {longest}",
                 code=TOO_LONG,
             )
         return kept
@@ -386,13 +391,13 @@ class InputProcessor:
         longest = self._longest_prompt
         if self.tokenizer is None or len(text) <= 4 * longest:  # no need to find the longest token
             return
-        num_chars, limit = self.tokenizer.max_token_chars, f"with max_model_len={self.max_model_len} it can have"
+        num_chars = self.tokenizer.max_token_chars
         if num_chars is None:
             return
         if len(text) > longest * num_chars:
             raise FieldError(
                 field,
-                f"has {len(text)} characters; {limit} at most {longest * num_chars}: {longest} tokens of at "
+                f"has {len(text)} characters; {self._limit} {longest * num_chars}: {longest} tokens of at "
                 f"most {num_chars} characters",
                 text,
                 TOO_LONG,
@@ -401,7 +406,7 @@ class InputProcessor:
         if len(text) > 2 * len(begin) and (count := len(self.tokenizer.encode(begin))) > 1.5 * longest + num_chars:
             raise FieldError(
                 field,
-                f"has {len(text)} characters, the first {len(begin)} of them {count} tokens; {limit} at most {longest}",
+                f"has {len(text)} characters, the first {len(begin)} of them {count} tokens; {self._limit} {longest}",
                 text,
                 TOO_LONG,
             )
@@ -420,8 +425,7 @@ class InputProcessor:
             room = ", so that there is room for one more" if self.pooling is None else ""
             raise FieldError(
                 "prompt",
-                f"has {len(ids)} tokens; with max_model_len={self.max_model_len} it can have at most "
-                f"{self._longest_prompt}{room}",
+                f"has {len(ids)} tokens; {self._limit} {self._longest_prompt}{room}",
                 len(ids),
                 TOO_LONG,
             )
@@ -443,8 +447,8 @@ def check_room(limit: Limit | None, request: EngineRequest) -> None:
         num_tokens = len(request.prompt_token_ids)
         raise FieldError(
             name,
-            f"is {asked}, and a prompt of {num_tokens} tokens leaves room for {request.max_tokens} (max_model_len "
-            f"{num_tokens + request.max_tokens}); ask for at most as many, or leave it out",
+            f"is {asked}, and a prompt of {num_tokens} tokens leaves room for {request.max_tokens}: this model's "
+            f"maximum context length is {num_tokens + request.max_tokens} tokens (max_model_len); ask for less",
             asked,
             TOO_LONG,
         )
