@@ -435,7 +435,10 @@ export class Live {
       const tall = ((height - 32) * number) / most;
       context.fillRect(index * wide + 1, height - 16 - tall, wide - 2, tall);
       context.fillStyle = this.colors.faint;
-      if (index % every === 0) context.fillText(`≤ ${label(limit)}`.replace("≤ more", "more"), (index + 0.5) * wide, height - 3, wide * every);
+      if (index % every) continue;
+      const text = `≤ ${label(limit)}`.replace("≤ more", "more");
+      const half = context.measureText(text).width / 2;
+      context.fillText(text, Math.min(Math.max((index + 0.5) * wide, half), width - half), height - 3, wide * every);
     }
     context.textAlign = "left";
     context.fillText(count(most), 2, 11);
