@@ -6,6 +6,7 @@ import pickle
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,10 @@ class EngineRequest(msgspec.Struct, array_like=True, tag=True):
     """The number of its first sequence, which its client assigns. Its ``n`` sequences have consecutive ones."""
     client: bytes = b""
     """The address of its client, which the engine's process sets."""
+
+
+_SHARED_FIELDS = ({each.name for each in fields(Request)} & {*EngineRequest.__struct_fields__}) - {"request_id"}
+"""What a sequence has of its request, under the same names."""
 
 
 class InputProcessor:
@@ -284,22 +289,13 @@ class InputProcessor:
         seed = None if params.seed == -1 else params.seed
         number = self._num_requests if request.seed_number is None else request.seed_number
         request.seed_number, self._num_requests = number, max(self._num_requests, number + 1)
+        shared = {name: getattr(request, name) for name in _SHARED_FIELDS}
         sequences = [
             Request(
                 request.request_id if params.n == 1 else f"{request.request_id}{COPY_MARK}{index}",
-                request.prompt_token_ids,
-                params,
-                max_tokens=request.max_tokens,
+                **shared,
                 seed=request_seed(seed, index, self._seed, number),
                 eos_token_ids=self.eos_token_ids,
-                bad_words_token_ids=request.bad_words_token_ids,
-                priority=request.priority,
-                flow=request.flow,
-                session=request.session,
-                rank=request.rank,
-                cache_salt=request.cache_salt,
-                kv_transfer_params=request.kv_transfer_params,
-                pooling_params=request.pooling_params,
                 reads_whole_prompt=_reads_whole_prompt(request.pooling_params, self.pooling),
                 grammar=self._start_grammar(params),
             )

@@ -330,7 +330,7 @@ class _FusedLayer(_PlainLayer):
         if self._spec.experts is not None:
             of_attention: Operations = {
                 f"qkv {qkv.name}{{}}, by rows": (rows, qkv.text),
-                f"o {o.name}{{}}, by rows": (rows, self._before_experts),
+                f"o {o.name}{{}}, by rows": (rows, partial(self._added, o)),
             }
             return {**of_attention, **self._of_experts(rows), **self._attention(rows, requests)}
         gate_up, down = self.gate_up, self.down
@@ -361,14 +361,6 @@ class _FusedLayer(_PlainLayer):
         is_chained = reader is not self.qkv or not self._mixer.qk_norm_over_heads
         return is_chained and matrix.choices.reads_sum(rows) and reader.choices.reads_sum(rows)
 
-    def _follows(self, rows: int) -> bool:
-        """Whether q, k and v follow a layer that makes a deferred norm."""
-        return self._spec.experts is None and self._is_deferred(self.down, rows, self.qkv)
-
-    def _before_experts(self, rows: int) -> str:
-        """The output projection, whose sum the experts' branch reads."""
-        return self._added(self.o, rows)
-
     def _added(self, matrix: _Matrix, rows: int) -> str:
         """A product that is added to the residual stream by another kernel, or by the library."""
         text = matrix.text(rows)
@@ -388,7 +380,9 @@ class _FusedLayer(_PlainLayer):
         return self._added(matrix, rows)
 
     def _rotates(self, rows: int) -> bool:
-        return self._follows(rows) and self.qkv.choices.rotates(rows)
+        """Whether q, k and v follow a layer that makes a deferred norm, and the product rotates."""
+        follows = self._spec.experts is None and self._is_deferred(self.down, rows, self.qkv)
+        return follows and self.qkv.choices.rotates(rows)
 
     def decode(self, query_len: int, requests: int) -> str:
         """See `_PlainLayer.decode`; of all layers but the first, where the product rotates and caches heads."""

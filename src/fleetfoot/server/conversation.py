@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -215,7 +216,8 @@ class Prepared:
 
 async def prepare(service: Service, turn: Turn) -> Prepared:
     """Render the prompt, and complete the parameters. Raises ApiError and ValueError."""
-    tools = await service.work(_read_tools, turn)
+    read_tools = partial(ToolUse.of, turn.tools, turn.tool_choice, is_parallel=turn.parallel_tool_calls)
+    tools = await service.work(read_tools)
     template = turn.template.get("chat_template") or service.settings.chat_template
     variables = _template_variables(service, turn, template)
     options = {**variables, **turn.template, "tools": list(tools.schemas) or None}
@@ -229,10 +231,6 @@ async def prepare(service: Service, turn: Turn) -> Prepared:
     expected.keep_special_tokens()
     _check_grammar(expected.params, tools)
     return Prepared(token_ids, tools, expected)
-
-
-def _read_tools(turn: Turn) -> ToolUse:
-    return ToolUse.of(turn.tools, turn.tool_choice, is_parallel=turn.parallel_tool_calls)
 
 
 def _check_grammar(params: SamplingParams, tools: ToolUse) -> None:

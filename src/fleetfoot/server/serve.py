@@ -232,16 +232,13 @@ def listening(settings: ServerSettings) -> Iterator[socket.socket]:
             if settings.uds is not None:
                 listener = stack.enter_context(bound_unix_socket(settings.uds))
             else:
-                listener = stack.enter_context(socket.socket(_family(settings.host)))
+                family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+                listener = stack.enter_context(socket.socket(family))
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind((settings.host, settings.port))
         except (OSError, OverflowError) as error:
             raise ValueError(f"cannot listen on {where} ({error}); choose another address") from error
         yield listener
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def check_tls(settings: ServerSettings) -> None:

@@ -116,7 +116,7 @@ def _split(words: torch.Tensor) -> torch.Tensor:
 def unpack_columns(packed: torch.Tensor, is_awq: bool = False) -> torch.Tensor:
     """``[..., rows, columns / 8]`` int32 -> codes ``[..., rows, columns]``; ``is_awq``: in AWQ's order."""
     codes = _split(packed)
-    return (codes[..., _inverse(_AWQ_ORDER)] if is_awq else codes).flatten(-2)
+    return (codes[..., [_AWQ_ORDER.index(place) for place in range(len(_AWQ_ORDER))]] if is_awq else codes).flatten(-2)
 
 
 def pack_columns(codes: torch.Tensor, is_awq: bool = False) -> torch.Tensor:
@@ -144,10 +144,6 @@ def pack_bytes(codes: torch.Tensor) -> torch.Tensor:
     """`unpack_bytes` backwards."""
     low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
     return low | (high << 4)
-
-
-def _inverse(order: tuple[int, ...]) -> list[int]:
-    return [order.index(place) for place in range(len(order))]
 
 
 def quantize_groups(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
