@@ -69,15 +69,7 @@ def resolve_plan(
     model = model.with_state_dtype(config.mamba_ssm_cache_dtype)
     model.check_snapshots(config.max_state_snapshots)
     found = find_drafter(config, model, model_path, config_only=config_only)
-    if found is not None and found.config.has_states:
-        raise ConfigError(
-            f"{found.config.architecture} has layers with recurrent states, which a drafter does not keep; take a "
-            "draft model with attention in all layers"
-        )
-    if (split := config.expert_split) is not None:
-        check_expert_split(model, split)
-    check_tensor_parallel_size(model, config.tensor_parallel_size, shares_experts=split is None)
-    check_pipeline_parallel_size(model, config.pipeline_parallel_size)
+    _check_parts(config, model, found)
     shape = _engine_shape(config, model, found, decision, machine, device)
     if decision.logits_processors and config.speculative_config is not None:
         raise ValueError(
@@ -139,14 +131,21 @@ def resolve_plan(
     if forced is not None:
         forced.check_plan(plan)
     check_connector_settings(plan)
-    if config.enable_sleep_mode and device == "cuda":
-        _check_gpu_sleep(plan)
-    if device == "cuda" and not machine.has_e4m3 and plan.kv_dtype == KV_DTYPES["fp8_e4m3"]:
-        raise ValueError(
-            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and {machine.gpu_name} has no conversions of e4m3 (compute "
-            "capability 8.9); set it to 'fp8_e5m2' or 'auto'"
-        )
+    _check_gpu(plan)
     return plan
+
+
+def _check_parts(config: EngineConfig, model: ModelConfig, drafter: DrafterModel | None) -> None:
+    """Raises ValueError: the model cannot be divided so, or the drafter has states."""
+    if drafter is not None and drafter.config.has_states:
+        raise ConfigError(
+            f"{drafter.config.architecture} has layers with recurrent states, which a drafter does not keep; take a "
+            "draft model with attention in all layers"
+        )
+    if (split := config.expert_split) is not None:
+        check_expert_split(model, split)
+    check_tensor_parallel_size(model, config.tensor_parallel_size, shares_experts=split is None)
+    check_pipeline_parallel_size(model, config.pipeline_parallel_size)
 
 
 def _engine_shape(
@@ -272,11 +271,22 @@ def _executor(config: EngineConfig, device: str) -> str:
     return "mp" if backend == "mp" or config.world_size > 1 or restarts_gpu else "uni"
 
 
-def _check_gpu_sleep(plan: EnginePlan) -> None:
-    if not plan.machine.has_native:
+def _check_gpu(plan: EnginePlan) -> None:
+    """Raises ValueError: a setting needs what the GPU or the C library do not have."""
+    config, machine = plan.config, plan.machine
+    if plan.device != "cuda":
+        return
+    if not machine.has_e4m3 and plan.kv_dtype == KV_DTYPES["fp8_e4m3"]:
+        raise ValueError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, and {machine.gpu_name} has no conversions of e4m3 (compute "
+            "capability 8.9); set it to 'fp8_e5m2' or 'auto'"
+        )
+    if not config.enable_sleep_mode:
+        return
+    if not machine.has_native:
         raise ValueError(
             f"enable_sleep_mode is True, but the C library, which maps and unmaps GPU memory, cannot be used: "
-            f"{plan.machine.native_problem or 'it is not there'}; leave enable_sleep_mode out"
+            f"{machine.native_problem or 'it is not there'}; leave enable_sleep_mode out"
         )
     if plan.connector is not None and names_connector(plan.connector.config, "NixlConnector"):
         raise ValueError(
