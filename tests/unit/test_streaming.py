@@ -189,6 +189,24 @@ def test_outputs_of_consecutive_steps_are_merged_up_to_a_change_of_the_weights()
     assert [one.now for one in merged if isinstance(one, Outputs)] == [2, 3, 5]
 
 
+FACTS = Ready(
+    pid=1,
+    model="m",
+    model_path="m",
+    tokenizer_path=str(embedded_model_path()),
+    vocab_size=4096,
+    max_model_len=512,
+    num_kv_tokens=4096,
+    eos_token_ids=[1],
+    max_logprobs=20,
+    has_priority=False,
+    sampling_defaults={},
+    pooling=None,
+    runner_name="v2",
+)
+LENGTH = int(RequestStatus.FINISHED_LENGTH)
+
+
 def test_tokens_of_many_steps_at_once(tmp_path: Path) -> None:
     """An engine that sends everything before its client reads: texts, stop strings and ends are those of the tokens."""
     tokenizer = Tokenizer.from_path(embedded_model_path())
@@ -199,23 +217,7 @@ def test_tokens_of_many_steps_at_once(tmp_path: Path) -> None:
     for params in (plain, stops, several):
         params.output_kind = RequestOutputKind.DELTA
 
-    facts = Ready(
-        pid=1,
-        model="m",
-        model_path="m",
-        tokenizer_path=str(embedded_model_path()),
-        vocab_size=4096,
-        max_model_len=512,
-        num_kv_tokens=4096,
-        eos_token_ids=[1],
-        max_logprobs=20,
-        has_priority=False,
-        sampling_defaults={},
-        pooling=None,
-        runner_name="v2",
-    )
-    length = int(RequestStatus.FINISHED_LENGTH)
-    ends = [None] * (len(ids) - 1) + [SequenceEnd(length, None, 0, 0, 0, 0.0, None, None)]
+    ends = [None] * (len(ids) - 1) + [SequenceEnd(LENGTH, None, 0, 0, 0, 0.0, None, None)]
 
     async def run() -> list[Any]:
         address = f"ipc://{tmp_path}/engine"
@@ -229,7 +231,7 @@ def test_tokens_of_many_steps_at_once(tmp_path: Path) -> None:
             def send(message: EngineMessage) -> None:
                 engine.send_multipart((client_id, msgspec.msgpack.encode(message)))
 
-            send(facts)
+            send(FACTS)
             await starting
             streams = [
                 await client.submit({"prompt_token_ids": prompt}, one, name)
@@ -275,3 +277,58 @@ def test_a_stream_that_has_ended_is_freed_without_a_collection() -> None:
             assert freed() is None
         finally:
             gc.enable()
+
+
+class _Scripted:
+    """A `Link` whose engine has sent messages already."""
+
+    def __init__(self, ready: Ready, messages: list[EngineMessage]) -> None:
+        self._ready, self._messages = ready, messages
+        self.sent: list[Any] = []
+
+    async def hello(self) -> Ready:
+        return self._ready
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def receive(self) -> EngineMessage:
+        while not self._messages:
+            await asyncio.sleep(0)
+        return self._messages.pop(0)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_outputs_of_others_and_replies_overtake_those_of_a_flow_that_lags() -> None:
+    """64 outputs are processed at a time, of 300 sequences and 8 steps."""
+    order: list[str] = []
+    params = SamplingParams(max_tokens=9, n=300, output_kind=RequestOutputKind.DELTA, detokenize=False)
+
+    async def run() -> None:
+        messages: list[EngineMessage] = []
+        client = EngineClient(_Scripted(FACTS, messages))
+        await client.start()
+        many = await client.submit({"prompt_token_ids": [5]}, params, "many", flow="a")
+        one = await client.submit({"prompt_token_ids": [5]}, SamplingParams(max_tokens=1), "one", flow="b")
+        for name, stream in (("many", many), ("one", one)):
+            stream.listen(lambda output, name=name: order.append(name) is None)
+        call = asyncio.ensure_future(client.call("metrics"))
+        call.add_done_callback(lambda _: order.append("metrics"))
+        await asyncio.sleep(0)
+        step = [EngineOutput(number, [5]) for number in range(300)]
+        messages += [Outputs(0.0, list(step)) for _ in range(8)]
+        messages += [
+            Outputs(0.0, [EngineOutput(300, [5], end=SequenceEnd(LENGTH, None, 0, 0, 0, 0.0, None, None))]),
+            Reply(301, {}),
+        ]
+        await call
+        while "one" not in order:
+            await asyncio.sleep(0)
+        assert order.count("many") < 20  # of 40
+        while order.count("many") < 40:
+            await asyncio.sleep(0)
+        client.close()
+
+    asyncio.run(run())

@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any, cast
 
 from fleetfoot.engine import wire
+from fleetfoot.engine.calls import CALLS
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import LONG_TEXT, InputProcessor, Limit, check_room, input_size, needs_grammar
 from fleetfoot.engine.link import Link, connect
@@ -25,6 +27,7 @@ from fleetfoot.outputs import PoolingRequestOutput, RequestOutput
 from fleetfoot.records.pooling_params import PoolingParams
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.records.step import EngineOutput
 from fleetfoot.records.structured_outputs import as_structured_outputs
 from fleetfoot.structured.compiler import TIMEOUT_S, GrammarChecker
 from fleetfoot.structured.trial import GrammarTrial
@@ -117,12 +120,37 @@ class OutputStream:
             self._client.discard(self._request_id, self)
 
 
-def _parts(message: wire.EngineMessage) -> Iterable[wire.EngineMessage]:
-    """The message, or one with many outputs as several."""
-    if not isinstance(message, wire.Outputs) or len(message.tokens) <= _PART:
-        return (message,)
-    parts = [message.tokens[begin : begin + _PART] for begin in range(0, len(message.tokens), _PART)]
-    return [wire.Outputs(message.now, part, message.weight_version) for part in parts]
+class _Backlog:
+    """Outputs that have arrived and are not processed yet. Flows take turns: texts and logprobs of hundreds of
+    sequences can take seconds longer than their steps, and others do not wait for them."""
+
+    def __init__(self) -> None:
+        self._flows: dict[str, deque[tuple[float, list[EngineOutput]]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._flows)
+
+    def put(self, message: wire.Outputs, flows: Mapping[int, str]) -> None:
+        parts: dict[str, list[EngineOutput]] = {}
+        for tokens in message.tokens:
+            parts.setdefault(flows.get(tokens.number, ""), []).append(tokens)
+        for flow, outputs in parts.items():
+            outputs.sort(key=_number_of)  # several steps of a sequence become one output of it
+            self._flows.setdefault(flow, deque()).append((message.now, outputs))
+
+    def pop(self) -> tuple[float, list[EngineOutput]]:
+        """When they were made, and up to `_PART` of the flow whose turn it is."""
+        flow, queue = next(iter(self._flows.items()))
+        del self._flows[flow]
+        now, outputs = queue.popleft()
+        if outputs[_PART:]:
+            queue.appendleft((now, outputs[_PART:]))
+        if queue:
+            self._flows[flow] = queue
+        return now, outputs[:_PART]
+
+
+_number_of = attrgetter("number")
 
 
 async def _run_in_thread(cost: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -142,10 +170,12 @@ class EngineClient:
         self._link: Link = connect(engine) if isinstance(engine, str) else engine
         self._numbers = count()
         self._streams: dict[str, OutputStream] = {}
-        self._open: set[int] = set()  # numbers of sequences that the engine has
+        self._open: dict[int, str] = {}  # the flows of sequences that the engine has, by number
+        self._backlog = _Backlog()
         self._counts: Counter[str] = Counter()  # of the streams, by owner
         self._request_ids: dict[int, str] = {}  # the first sequence's number -> the request's id
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._urgent: set[int] = set()  # those whose replies come before outputs that wait
         self._weight_version = 0
         self._cause: str | None = None
         self._trial = GrammarTrial()
@@ -252,6 +282,8 @@ class EngineClient:
         self._check_alive()
         number = next(self._numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
+        if (row := CALLS.get(method)) is not None and row.runs == "at once":
+            self._urgent.add(number)
         self._send(wire.Call(number, method, list(arguments), keywords))
         return await future
 
@@ -333,7 +365,7 @@ class EngineClient:
         request.flow, request.session, request.rank = flow, session, rank
         first = next(self._numbers)
         numbers = [first, *(next(self._numbers) for _ in range(request.params.n - 1))]
-        self._open.update(numbers)
+        self._open.update(dict.fromkeys(numbers, flow))
         stream = self._streams[request_id] = OutputStream(self, request_id, request.params.output_kind, owner)
         stream.params = request.pooling_params or request.params
         stream.num_prompt_tokens = len(request.prompt_token_ids)
@@ -366,9 +398,7 @@ class EngineClient:
     def _forget(self, number: int) -> bool:
         """A sequence has ended. Returns whether the engine has it."""
         self._request_ids.pop(number, None)
-        was_open = number in self._open
-        self._open.discard(number)
-        return was_open
+        return self._open.pop(number, None) is not None
 
     def discard(self, request_id: str, stream: OutputStream) -> None:
         """Abort a request without a last output."""
@@ -386,23 +416,48 @@ class EngineClient:
     # --- messages of the engine ---------------------------------------------------------------------------------------
 
     async def _receive(self) -> None:
+        reading: asyncio.Future[wire.EngineMessage] | None = None
         try:
             while True:
-                first, *more = _parts(await self._link.receive())
-                self._take(first)
-                for message in more:
+                message: wire.EngineMessage | None = None
+                if not self._backlog:
+                    message, reading = await (reading or self._link.receive()), None
+                else:
+                    reading = reading or asyncio.ensure_future(self._link.receive())
                     await asyncio.sleep(0)  # others go on
+                    if reading.done():
+                        message, reading = reading.result(), None
+                if message is not None:
+                    while self._backlog and not self._may_overtake(message):
+                        self._take_outputs(*self._backlog.pop())
+                        await asyncio.sleep(0)
                     self._take(message)
+                if self._backlog:
+                    self._take_outputs(*self._backlog.pop())
         except asyncio.CancelledError:
+            if reading is not None:
+                reading.cancel()
             raise
         except BaseException as error:  # a panic of a library, too
             self.fail(f"the engine's outputs cannot be read: {type(error).__name__}: {error}")
             raise
 
+    def _may_overtake(self, message: wire.EngineMessage) -> bool:
+        """Whether a message need not wait until the outputs that came before are processed."""
+        if isinstance(message, wire.Outputs):
+            return message.weight_version == self._weight_version
+        return isinstance(message, wire.Reply) and message.number in self._urgent
+
     def _take(self, message: wire.EngineMessage) -> None:
         self.last_message_ts = self._clock()
         if isinstance(message, wire.Outputs):
-            self._take_outputs(message)
+            if message.weight_version != self._weight_version:
+                self._weight_version = message.weight_version
+                self._outputs.change_weights(message.weight_version)
+            if self._backlog or len(message.tokens) > _PART:
+                self._backlog.put(message, self._open)
+            else:
+                self._take_outputs(message.now, message.tokens)
         elif isinstance(message, wire.Reply):
             self._take_reply(message)
         elif isinstance(message, wire.Refused):
@@ -416,14 +471,11 @@ class EngineClient:
         elif isinstance(message, wire.Dead):
             self.fail(f"the engine has failed: {message.text}")
 
-    def _take_outputs(self, message: wire.Outputs) -> None:
-        if message.weight_version != self._weight_version:
-            self._weight_version = message.weight_version
-            self._outputs.change_weights(message.weight_version)
-        for tokens in message.tokens:
+    def _take_outputs(self, now: float, outputs: list[EngineOutput]) -> None:
+        for tokens in outputs:
             if tokens.end is not None:
                 self._forget(tokens.number)
-        for output in self._outputs.process(message.tokens, message.now):
+        for output in self._outputs.process(outputs, now):
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.put(output)
@@ -439,6 +491,7 @@ class EngineClient:
         stream.put(message.error.as_error())
 
     def _take_reply(self, message: wire.Reply) -> None:
+        self._urgent.discard(message.number)
         future = self._calls.pop(message.number, None)
         if future is None or future.done():
             return
