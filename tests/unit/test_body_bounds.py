@@ -210,7 +210,9 @@ def test_many_lists_and_objects_cost_more_than_their_bytes() -> None:
     """They leave the event loop, as large bodies do."""
     tools = [{"type": "function", "function": {"name": f"f{number}", "parameters": {}}} for number in range(1000)]
     deep = [json.loads("[" * 50 + "]" * 50) for _ in range(100)]
-    for body in ({"tools": tools}, {"messages": [{"x": deep}]}, {"prompt": "a" * SMALL_BYTES}):
+    calls = [{"function": {"name": "f", "arguments": json.dumps({"a": [0] * 10_000})}}]
+    bodies = {"tools": tools}, {"messages": [{"x": deep}]}, {"messages": [{"tool_calls": calls}]}
+    for body in (*bodies, {"prompt": "a" * SMALL_BYTES}):
         assert cost_of(msgspec.json.encode(body)) > SMALL_BYTES
     small = msgspec.json.encode({"tools": tools[:20], "messages": [{"role": "user", "content": "[" * 100}]})
     assert cost_of(small) == len(small)

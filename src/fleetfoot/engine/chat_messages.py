@@ -73,7 +73,10 @@ def read_arguments(where: str, given: Any) -> Mapping[str, Any]:
         )
     try:
         if isinstance(given, str) and given.strip():
-            arguments = json.loads(given + completion(given))
+            try:
+                arguments = json.loads(given)
+            except ValueError:
+                arguments = json.loads(given + completion(given))
         is_deep = is_deeper(arguments, MAX_ARGUMENT_DEPTH)
     except RecursionError:
         is_deep = True
