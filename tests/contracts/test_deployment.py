@@ -73,8 +73,17 @@ ODD: dict[str, dict[str, Any]] = {
     "amounts": {
         "resources": {
             "requests": {"cpu": "1500m", "memory": "16G", "ephemeral-storage": "1e9", "example.com/nic": 1},
-            "limits": {"cpu": 1.5, "memory": "16Gi", "ephemeral-storage": "1G", "example.com/nic": "1"},
+            "limits": {"cpu": 1.5, "memory": "16Gi", "ephemeral-storage": "1G", "example.com/nic": 1},
         },
+        "env": [
+            {"name": "A", "valueFrom": {"secretKeyRef": {"name": "a", "key": "k", "optional": True}}},
+            {"name": "B", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        ],
+        "extraVolumes": [
+            {"name": "a", "emptyDir": {"sizeLimit": "5Gi"}}, {"name": "b", "persistentVolumeClaim": {"claimName": "b"}},
+            {"name": "c", "hostPath": {"path": "/c"}}, {"name": "d", "secret": {"secretName": "d"}},
+        ],
+        "extraVolumeMounts": [{"name": "b", "mountPath": "/b", "subPath": "x", "readOnly": True}],
         "cache": {"size": "5Gi"},
     },
     "several nodes": {
@@ -227,6 +236,24 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("requests.cpu is 2", {"resources": {"requests": {"cpu": 2}, "limits": {"cpu": "1900m"}}}),
     ("requests.memory is 16Gi", {"resources": {"requests": {"memory": "16Gi"}, "limits": {"memory": "16G"}}}),
     ("requests.memory is 1e+10", {"resources": {"requests": {"memory": 1e10}, "limits": {"memory": "1e9"}}}),
+    ("example.com/nic", {"resources": {"requests": {"example.com/nic": 1}, "limits": {"example.com/nic": 2}}}),
+    ("not set", {"resources": {"requests": {"example.com/nic": 1}}}),
+    ("claims", {"resources": {"claims": [{"name": "gpu"}]}}),
+    *(
+        ("valueFrom", {"env": [{"name": "A", "valueFrom": source}]})
+        for source in ({}, {"secretKeyRef": {"name": "s"}}, {"secretRef": {"name": "s", "key": "k"}})
+    ),
+    *(
+        ("extraVolumes", {"extraVolumes": [{"name": "a", **source}]})
+        for source in (
+            {"emptyDirr": {}},
+            {"emptyDir": {"sizeLimit": "5 GB"}},
+            {"hostPath": {}},
+            {"persistentVolumeClaim": {"claim": "x"}},
+        )
+    ),
+    ("readonly", {"extraVolumeMounts": [{"name": "cache", "mountPath": "/x", "readonly": True}]}),
+    ("imagePullSecrets", {"imagePullSecrets": [{"name": "a", "x": 1}]}),
     ("mem", {"resources": {"limits": {"mem": "1Gi"}}}),
     ("gpus is 1 with 1 nodes, and args have 2 ranks", {"args": ["--tensor-parallel-size=2"]}),
     ("args have 4 ranks", {"gpus": 2, "args": ["-tp", 2, "--pipeline_parallel_size", "2"]}),

@@ -275,6 +275,9 @@ spec:
 {{- end -}}
 {{- $limits := default dict $values.resources.limits -}}
 {{- range $name, $amount := default dict $values.resources.requests -}}
+{{- if and (contains "/" $name) (ne (toString $amount) (toString (get $limits $name))) -}}
+{{- fail (printf "resources.requests.%s is %s, and resources.limits.%s %s; of devices they must be the same number" $name (toString $amount) $name (default "not set" (get $limits $name) | toString)) -}}
+{{- end -}}
 {{- if hasKey $limits $name -}}
 {{- $most := get $limits $name -}}
 {{- if gt (include "fleetfoot.amount" $amount | float64) (include "fleetfoot.amount" $most | float64) -}}
