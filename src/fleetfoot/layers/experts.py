@@ -202,6 +202,10 @@ class SparseMLP(nn.Module):
             return output + shared * self.shared_gate(x).sigmoid()
         return self._add_shared(output, shared, x, dense[0][0])
 
+    def joins(self, num_rows: int) -> bool:
+        """Whether the shared expert is one of those of ``num_rows`` tokens."""
+        return self._joined(num_rows) is not None
+
     def _joined(self, num_rows: int) -> SharedExpert | None:
         """The shared expert, where it is one of those of ``num_rows`` tokens; None: it has layers of its own."""
         if not self._shared_name:

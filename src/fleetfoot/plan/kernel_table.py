@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -33,15 +33,18 @@ from fleetfoot.kernels.quantized.scaled_hopper import has_hopper_form
 from fleetfoot.kernels.quantized.scaled_triton import FEW_ROWS as FEW_QUANTIZED_ROWS
 from fleetfoot.kernels.quantized.scaled_triton import scaled_tiling
 from fleetfoot.kernels.registry import load_kernels
-from fleetfoot.kernels.runtime.gpu_limits import HOPPER_LIMITS, GPULimits
+from fleetfoot.kernels.runtime.gpu_limits import HOPPER_LIMITS, GPULimits, absent_gpu
 from fleetfoot.kernels.runtime.triton_support import options_text
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.experts import SparseMLP
+from fleetfoot.models.interface import model_class
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.quantization.base import LinearMethod
 from fleetfoot.quantization.experts import QuantizedExpertMethod
 from fleetfoot.quantization.gguf import Matrices
 from fleetfoot.quantization.packed import Packed
 from fleetfoot.quantization.scaled import Scaled
-from fleetfoot.quantization.unquantized import UNQUANTIZED, UnquantizedExpertMethod
+from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import KVLayout
 
 _LIBRARY = "library"
@@ -229,31 +232,23 @@ class _PlainLayer:
         split = plan.config.expert_split
         held = experts.num_experts if split is None else split.most_slots(experts.num_experts)
         name = f"{held} experts [{2 * experts.intermediate_size}, {hidden}]{{}}, by rows"
-        return {
-            name: (rows, self._experts),
-            **{f"shared {m.name}{{}}, by rows": (rows, self._shared(m)) for m in shared},
-        }
+        joins = self._mlp().joins if experts.shared_size else None
 
-    def _shared(self, matrix: _Matrix) -> Callable[[int], str]:
-        """The kernel of a product of the shared expert, which is one of the others where it has their form."""
-        spec, plan = self._spec.experts, self._plan
-        assert spec is not None
-        path = f"model.layers.{self._index}.mlp"
-        experts = plan.linear_methods.of_experts(f"{path}.experts")
-        own, *gate = (
-            plan.linear_methods.of([f"{path}.{spec.shared_name}{part}"])
-            for part in (".down_proj", *(["_gate"] if spec.has_shared_gate else []))
-        )
-        joins = (
-            plan.kernels["experts"] == "triton"
-            and plan.config.expert_split is None
-            and spec.shared_size == spec.intermediate_size
-            and not spec.has_bias
-            and isinstance(experts, QuantizedExpertMethod | UnquantizedExpertMethod)
-            and own.name == experts.name
-            and all(method == UNQUANTIZED.default for method in gate)
-        )
-        return lambda rows: "with the experts" if joins and rows <= FEW_ROWS else matrix.text(rows)
+        def text(matrix: _Matrix, rows: int) -> str:
+            return "with the experts" if joins is not None and joins(rows) else matrix.text(rows)
+
+        products = {f"shared {each.name}{{}}, by rows": (rows, partial(text, each)) for each in shared}
+        return {name: (rows, self._experts), **products}
+
+    def _mlp(self) -> SparseMLP:
+        """The mixture of experts, without memory."""
+        plan, index, kernels = self._plan, self._index, load_kernels(self._plan.kernels)
+        with absent_gpu(self._limits) as device:
+            context = ModelContext(kernels, kernels.attention, getattr(torch, plan.dtype), device, 1)
+            context = replace(context, linear_methods=plan.linear_methods)
+            stage = model_class(plan.model)(plan.model, context, range(index, index + 1))
+            stage.process_weights_after_loading()
+        return cast("SparseMLP", stage.model.layers[str(index)].mlp)
 
     def _experts(self, rows: int) -> str:
         """The products of experts, with the size of a tile of the first one: outputs, inputs, rows."""
