@@ -1,5 +1,6 @@
 """Which kernel computes what, for every number of rows, on a Hopper GPU that need not be there."""
 
+import json
 import sys
 from difflib import unified_diff
 from pathlib import Path
@@ -35,6 +36,24 @@ def test_a_plan_prints_the_table(run: CommandRunner, tmp_path: Path) -> None:
     table = run.json("plan", model, "--kernels", "--json", *H200)["kernel_table"]
     assert table["o [2048, 2048], by rows"][-1] == [257, 8192, "library, added in place"]
     assert "kernel_table" not in run.json("plan", model, "--json", *H200)
+
+
+@pytest.mark.parametrize(("size", "joins"), [(512, True), (1024, False)])
+def test_a_shared_expert_joins_those_that_it_has_the_form_of(
+    size: int, joins: bool, run: CommandRunner, tmp_path: Path
+) -> None:
+    """The table asks the layer."""
+    config = {
+        "architectures": ["Qwen2MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 5632,
+        "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 16,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 512, "shared_expert_intermediate_size": size,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    table = run.json("plan", str(tmp_path), "--kernels", "--json", *H200)["kernel_table"]
+    first, last, kernel = table[f"shared [{2 * size}, 2048], by rows"][0]
+    assert ((first, last, kernel) == (1, 16, "with the experts")) == joins
+    assert joins or "with the experts" not in str(table)
 
 
 def test_triton_serves_without_the_room_of_hopper(
