@@ -97,6 +97,11 @@ ATTACKS: dict[str, tuple[str, Callable[[], Any]]] = {
     "choices-100000": (COMPLETIONS, lambda: {**SMALL, "guided_choice": [f"c{number}" for number in range(100_000)]}),
     "responses-300000": ("/v1/responses", lambda: {"input": [{"role": "user", "content": "a"}] * 300_000}),
     "anthropic-300000": ("/v1/messages", lambda: {**CHAT, "model": "m", "messages": CHAT["messages"] * 300_000}),
+    "streams-1024-logprobs": (
+        COMPLETIONS,
+        lambda: {**SMALL, "n": 1024, "logprobs": 20, "max_tokens": 32, "temperature": 1, "stream": True},
+    ),
+    "arguments-60000": (CHATS, lambda: {**CHAT, "messages": [*CHAT["messages"], call_of(60_000)]}),
     "metadata-400000": (COMPLETIONS, lambda: {**SMALL, "metadata": {str(number): [] for number in range(400_000)}}),
 }
 
@@ -104,6 +109,11 @@ ATTACKS: dict[str, tuple[str, Callable[[], Any]]] = {
 def schema(properties: dict[str, Any]) -> dict[str, Any]:
     content = {"type": "object", "properties": properties}
     return {"type": "json_schema", "json_schema": {"name": "s", "schema": content}}
+
+
+def call_of(num_values: int) -> dict[str, Any]:
+    function = {"name": "f", "arguments": json.dumps({"a": [0] * num_values})}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
 
 
 class Probe:
