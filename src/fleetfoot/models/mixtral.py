@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import nn
@@ -11,6 +12,9 @@ from fleetfoot.layers.decoder import DecoderLayer
 from fleetfoot.layers.experts import SparseMLP
 from fleetfoot.models.llama import LlamaForCausalLM
 from fleetfoot.quantization.base import ExpertNames
+from fleetfoot.records.weights import WeightSpec
+
+_NEWER_NAMES = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 
 
 class MixtralSparseMLP(SparseMLP):
@@ -30,3 +34,13 @@ class MixtralForCausalLM(LlamaForCausalLM):
 
     layer_class: ClassVar[type[DecoderLayer]] = MixtralDecoderLayer
     checkpoint_names: ClassVar[Mapping[str, str]] = {".mlp.": ".block_sparse_moe."}
+
+    def weight_specs(self) -> Iterator[WeightSpec]:
+        """Every tensor of the checkpoint that it holds, also by the names of tools that quantize single experts."""
+        for spec in super().weight_specs():
+            newer = spec.name
+            for old, new in _NEWER_NAMES.items():
+                newer = newer.replace(old, new)
+            names = dict.fromkeys((*spec.aliases, newer, newer.replace(".block_sparse_moe.", ".mlp.")))
+            names.pop(spec.name, None)
+            yield replace(spec, aliases=tuple(names))
