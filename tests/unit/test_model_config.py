@@ -418,6 +418,13 @@ def gemma3(**fields: Any) -> dict[str, Any]:
     return {"architectures": ["Gemma3ForCausalLM"], **fields}
 
 
+def test_thetas_that_tools_leave_beside_the_ropes_of_layers() -> None:
+    """As transformers 5 writes the config again that another of its versions has read."""
+    ropes = {name: {"rope_theta": theta, "rope_type": "default"} for name, theta in ((FULL, 1e6), (SLIDING, 1e4))}
+    left = {"rope_theta": {"global": 5.0, "local": 5.0}, "rope_type": "default"}
+    assert parse(gemma3(rope_parameters={**ropes, **left})) == parse(gemma3(rope_parameters=ropes))
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},

@@ -327,8 +327,10 @@ def _windows_by_layer(fields: Fields, default: list[str], windows: Mapping[str, 
 
 def _gemma3_ropes(fields: Fields, num_layers: int) -> LayerRopes:
     """One for the layers with a window and one for the others, which alone are scaled. Current configs have an object
-    for each in ``rope_parameters``."""
-    given = fields.mapping("rope_parameters")
+    for each in ``rope_parameters``; beside both of them, tools leave the thetas that they were made of."""
+    given = dict(fields.mapping("rope_parameters"))
+    if given.get(_FULL) and given.get(_SLIDING) and given.get("rope_type") == "default":
+        given = {name: value for name, value in given.items() if name not in ("rope_type", "rope_theta")}
     if not all(name in (_FULL, _SLIDING) and isinstance(value, dict | None) for name, value in given.items()):
         raise fields.error("rope_parameters", f"expected two objects, {_FULL} and {_SLIDING}")
 
