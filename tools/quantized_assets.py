@@ -54,6 +54,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
         {"num_bits": 8, "type": "int", "symmetric": True} | TOKEN,
     ),
+    "int8-packed": (
+        "pack-quantized",
+        {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+        None,
+    ),
     "int4-group": ("pack-quantized", INT4 | {"strategy": "group", "group_size": 32, "symmetric": True}, None),
     "int4-group-zeros": ("pack-quantized", INT4 | {"strategy": "group", "group_size": 32, "symmetric": False}, None),
     "int4-channel": ("pack-quantized", INT4 | {"strategy": "channel", "symmetric": True}, None),

@@ -19,13 +19,13 @@ from fleetfoot.config.quantization import QUANTIZED_WHILE_LOADING, WeightFormat
 from fleetfoot.kernels.quantized.scaled import ScaledMatrix, scaled_linear_torch
 from fleetfoot.quantization.base import LinearShape
 from fleetfoot.quantization.methods import linear_methods
-from fleetfoot.quantization.packed import Packed, PackedWeight
+from fleetfoot.quantization.packed import Packed, PackedWeight, ScaledInWords
 from fleetfoot.quantization.scaled import Scaled, ScaledWeight
 from fleetfoot.records.weights import WeightError, slices_of
 from fleetfoot.weights.checksums import part_of
 from fleetfoot.weights.loading import ModelLoader
 
-FILES = sorted(path.name for path in QUANTIZED.iterdir() if path.name.startswith(("fp8", "int", "mxfp")))
+FILES = sorted(path.name for path in QUANTIZED.iterdir() if path.is_dir())
 
 
 def logits(folder: Path, **changes: Any) -> torch.Tensor:
@@ -37,7 +37,7 @@ def logits(folder: Path, **changes: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_of_compressed_tensors(name: str) -> None:
+def test_files_of_other_tools(name: str) -> None:
     expected = load_file(QUANTIZED / name / "reference.safetensors")["logits"]
     found = logits(QUANTIZED / name)
     # where a sum is rounded differently, a value of 8 bits may be the next one
@@ -134,18 +134,19 @@ def test_inputs_are_quantized(activations: str, dtype: torch.dtype) -> None:
 
 # --- AWQ and GPTQ -----------------------------------------------------------------------------------------------------
 # Decoders written from the formats' descriptions, value by value: AWQ's GEMM files (AutoAWQ, github.com/casper-hansen),
-# GPTQ's (AutoGPTQ), both with 8 codes in an int32.
+# GPTQ's (AutoGPTQ), both with 8 codes in an int32, or 4 of 8 bits.
 
 
-def code(packed: torch.Tensor, row: int, column: int, place: int) -> int:
-    return (int(packed[row, column]) >> (4 * place)) & 15
+def code(packed: torch.Tensor, row: int, column: int, place: int, bits: int = 4) -> int:
+    return (int(packed[row, column]) >> (bits * place)) & ((1 << bits) - 1)
 
 
-def decoded(tensors: dict[str, torch.Tensor], kind: str, group: int) -> torch.Tensor:
+def decoded(tensors: dict[str, torch.Tensor], kind: str, group: int, bits: int) -> torch.Tensor:
     """``[out, in]``"""
+    count = 32 // bits
     qweight, qzeros, scales = tensors["qweight"], tensors["qzeros"], tensors["scales"]
     num_outputs = scales.shape[1]
-    num_inputs = qweight.shape[0] * (1 if kind == "awq" else 8)
+    num_inputs = qweight.shape[0] * (1 if kind == "awq" else count)
     weight = torch.empty(num_outputs, num_inputs)
     for k in range(num_inputs):
         of = int(tensors["g_idx"][k]) if "g_idx" in tensors else k // group
@@ -154,8 +155,9 @@ def decoded(tensors: dict[str, torch.Tensor], kind: str, group: int) -> torch.Te
                 place = [0, 4, 1, 5, 2, 6, 3, 7][n % 8]
                 value, zero = code(qweight, k, n // 8, place), code(qzeros, of, n // 8, place)
             else:
-                value, zero = code(qweight, k // 8, n, k % 8), code(qzeros, of, n // 8, n % 8)
-                zero = (zero + 1) % 16 if kind == "gptq" else zero
+                value = code(qweight, k // count, n, k % count, bits)
+                zero = code(qzeros, of, n // count, n % count, bits)
+                zero = (zero + 1) % (1 << bits) if kind == "gptq" else zero
             weight[n, k] = (value - zero) * float(scales[of, n])
     return weight
 
@@ -164,11 +166,16 @@ def random_words(*shape: int) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int64).to(torch.int32)
 
 
-def four_bits(kind: str, num_outputs: int, num_inputs: int, group: int, order: torch.Tensor | None) -> dict[str, Any]:
-    groups = -(-num_inputs // group)
+def file_of(
+    kind: str, num_outputs: int, num_inputs: int, group: int, order: torch.Tensor | None, bits: int = 4
+) -> dict[str, Any]:
+    groups, count = -(-num_inputs // group), 32 // bits
+    zeros = random_words(groups, num_outputs // count)
     tensors = {
-        "qweight": random_words(*((num_inputs, num_outputs // 8) if kind == "awq" else (num_inputs // 8, num_outputs))),
-        "qzeros": random_words(groups, num_outputs // 8),
+        "qweight": random_words(
+            *((num_inputs, num_outputs // 8) if kind == "awq" else (num_inputs // count, num_outputs))
+        ),
+        "qzeros": zeros if bits == 4 else zeros.fill_(0x7F7F7F7F if kind == "gptq" else -0x7F7F7F80),
         "scales": torch.rand(groups, num_outputs) + 0.5,
     }
     if kind != "awq":
@@ -186,19 +193,21 @@ FOUR_BITS = {
 
 
 @pytest.mark.parametrize("split", FOUR_BITS)
-@pytest.mark.parametrize("kind", ["awq", "gptq", "gptq_v2", "gptq desc_act"])
+@pytest.mark.parametrize("kind", ["awq", "gptq", "gptq_v2", "gptq desc_act", "gptq 8", "gptq_v2 8"])
 @pytest.mark.parametrize("group", [32, 0])
 def test_files_of_awq_and_gptq(kind: str, split: str, group: int) -> None:
     """A rank has its part of what the formats' descriptions say, and gives it back as it came."""
     rows, columns, padding = FOUR_BITS[split]
-    layout, _, is_ordered = kind.partition(" ")
+    layout, _, variant = kind.partition(" ")
+    is_ordered, bits = variant == "desc_act", 8 if variant == "8" else 4
     if is_ordered and (split != "whole" or not group):
         return
-    form = WeightFormat("int4", layout, (1, group), has_zeros=True, is_ordered=bool(is_ordered))
+    form = WeightFormat(f"int{bits}", layout, (1, group), has_zeros=True, is_ordered=is_ordered)
     order = torch.randperm(96) if is_ordered else None
-    files = {name: four_bits(layout, size, 96, group or 96, order) for name, size in PARTS}
+    files = {name: file_of(layout, size, 96, group or 96, order, bits) for name, size in PARTS}
     shape = LinearShape(96, PARTS, rows, columns, padding=padding)
-    weight = Packed(form).make_weight(shape, reference_kernels(), torch.float32, torch.device("cpu"))
+    method = (Packed if bits == 4 else ScaledInWords)(form)
+    weight = method.make_weight(shape, reference_kernels(), torch.float32, torch.device("cpu"))
     assert isinstance(weight, PackedWeight)
     for spec in weight.weight_specs(""):
         name, _, suffix = spec.name.partition(".")
@@ -206,13 +215,13 @@ def test_files_of_awq_and_gptq(kind: str, split: str, group: int) -> None:
         destination.copy_(part_of(files[name][suffix], spec.part))
         spec.filled()
     assert not weight._open
-    expected = [decoded(files[name], layout, group or 96) for name, _ in PARTS]
+    expected = [decoded(files[name], layout, group or 96, bits) for name, _ in PARTS]
     parts = [
         torch.cat([whole[run, columns] for run in slices_of(each)]) for whole, each in zip(expected, rows, strict=True)
     ]
     matrix = weight._matrix
     found = matrix.dequantized()
-    if matrix.order is not None:
+    if is_ordered:
         found = found[:, matrix.order.argsort()]
     assert torch.equal(found, torch.cat([*parts, torch.zeros(padding, columns.stop - columns.start)]))
     if split in ("whole", "on borders"):
@@ -229,7 +238,7 @@ def test_groups_that_are_not_there_or_in_another_order(is_ordered: bool, wrong: 
     form = WeightFormat("int4", "gptq", (1, 32), has_zeros=True, is_ordered=is_ordered)
     shape = LinearShape(96, PARTS[:1], (slice(0, 32),), slice(0, 96))
     weight = Packed(form).make_weight(shape, reference_kernels(), torch.float32, torch.device("cpu"))
-    files = four_bits("gptq", 32, 96, 32, None)
+    files = file_of("gptq", 32, 96, 32, None)
     files["g_idx"][5] = wrong
     with pytest.raises(WeightError, match=r"q\.g_idx"):
         for spec in weight.weight_specs(""):

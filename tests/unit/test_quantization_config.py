@@ -27,6 +27,17 @@ def fp8(**changes: Any) -> dict[str, Any]:
 
 
 MODELOPT = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["*layers.1.*"]}}
+GPTQ = {
+    **dict.fromkeys(("method", "quant_method", "format", "checkpoint_format"), "gptq"),
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "lm_head": True,
+    "pack_dtype": "int32",
+    "meta": {"act_group_aware": True},
+    "dynamic": {"-:.*q_proj": {}, "+:.*down_proj": {"group_size": 64}, "lm_head": {"bits": 8}},
+}  # as GPTQModel 7.7 writes it
+BYTES = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False}
 PLAIN, TOKENS = "unquantized", "fp8 by output, inputs quantized by token"
 TENSORS, STATIC = "fp8 by tensor, inputs quantized by token", "fp8 by tensor, inputs quantized by static"
 BLOCKS = "fp8 in blocks of 128 x 128, inputs quantized by group"
@@ -40,6 +51,8 @@ CASES: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
     (fp8(activation_scheme="static", weight_block_size=None, ignored_layers=["down_proj"]), (STATIC, PLAIN, PLAIN)),
     (MODELOPT, (PLAIN, STATIC, PLAIN)),
     ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, (STATIC, STATIC, PLAIN)),
+    (GPTQ, (PLAIN, "int4 in groups of 64, with zero points", "int8 in groups of 32, with zero points")),
+    (compressed(BYTES, None, format="pack-quantized"), ("int8 in groups of 128", "int8 in groups of 128", PLAIN)),
 ]
 
 
@@ -65,6 +78,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version"),
     ({"quant_method": "awq", "bits": 3, "group_size": 128}, "bits"),
     ({"quant_method": "gptq", "bits": 2, "group_size": 128}, "bits"),
+    ({"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": False}, "sym"),
+    ({"quant_method": "gptq", "bits": 8, "group_size": 128, "desc_act": True}, "desc_act"),
+    ({"quant_method": "gptq", "method": "qqq", "bits": 4, "group_size": 128}, "method"),
+    ({"method": "gptq", "bits": 4, "group_size": 128, "format": "gptq_p"}, "format"),
+    ({"method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "gptq", "format": "gptq_v2"}, "format"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "format": "gemv_fast"}, "format"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "checkpoint_format"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:(": {}}}, "dynamic.-:("),
     (compressed(WEIGHTS | {"strategy": "attn_head"}), "config_groups.group_0.weights.strategy"),

@@ -7,7 +7,7 @@ types. A format or a field that is not supported is refused by its name. No torc
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,6 +89,8 @@ def read_quantization(content: Mapping[str, Any], source: str) -> QuantizedWeigh
     if len(names) > 1 and content[names[1]] != content[names[0]]:
         raise outer.error(names[1], f"there is {names[0]} too; leave one of them out")
     method = fields.raw("quant_method")
+    if method is None:  # as GPTQModel calls it
+        method = fields.raw("method")
     if method is None and "quantization" in fields.content:  # as in hf_quant_config.json
         method = "modelopt"
     if not isinstance(method, str) or method not in _READERS:
@@ -202,17 +204,37 @@ def _read_awq(fields: Fields) -> QuantizedWeights:
     _choice(fields, "bits" if fields.raw("w_bit") is None else "w_bit", 4)
     name = "group_size" if fields.raw("q_group_size") is None else "q_group_size"
     group = _group_size(fields, name)
-    if str(fields.raw("version") or "gemm").lower() != "gemm":
-        raise fields.error("version", "supported: gemm")
-    has_zeros = True if fields.raw("zero_point") is None else fields.boolean("zero_point")
-    if not has_zeros:
-        raise fields.error("zero_point", "AWQ files have zero points")
+    _choice(fields, "method", None, "awq")
+    for version in ("version", *_LAYOUT_NAMES):
+        if str(fields.raw(version) or "gemm").lower() != "gemm":
+            raise fields.error(version, "supported: gemm")
+    _choice(fields, "pack_dtype", *_PACKED)
     form = WeightFormat("int4", "awq", (1, group), has_zeros=True)
-    rules = _within(_names(fields, "modules_to_not_convert"))
-    fields.read.update(
-        ("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "backend", "bits", "group_size")
-    )
-    return QuantizedWeights("awq", (*rules, ("lm_head", None), ("*", form)))
+    rules = *_within(_names(fields, "modules_to_not_convert")), *_dynamic_rules(fields, lambda own: form)
+    # files have zero points also where zero_point is false or sym is true: 8
+    neutral = ("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "backend", "bits", "group_size")
+    fields.read.update((*neutral, "zero_point", "sym", "desc_act", "meta"))
+    return QuantizedWeights("awq", (*rules, *_plain_rules(fields), ("*", form)))
+
+
+_LAYOUT_NAMES, _PACKED = ("checkpoint_format", "format"), (None, "int32", "torch.int32")
+
+
+def _plain_rules(fields: Fields) -> Rules:
+    """Routers are never quantized, and no field says so; the head may be."""
+    routers = (r"re:.*\.(gate|router|router\.layer|shared_expert_gate)$", None)
+    return (routers,) if fields.raw("lm_head") is True else (routers, ("lm_head", None))
+
+
+def _dynamic_rules(fields: Fields, read: Callable[[Fields], WeightFormat]) -> Iterator[tuple[str, WeightFormat | None]]:
+    """Regular expressions of names, which GPTQModel matches from their beginning, each with fields that differ."""
+    dynamic = Fields(fields.mapping("dynamic"), {}, fields.source, f"{fields.prefix}dynamic.")
+    for pattern in dynamic.content:
+        expression = pattern.removeprefix("-:").removeprefix("+:")
+        _check_expression(dynamic, pattern, expression)
+        content = {**fields.content, **dynamic.mapping(pattern)}
+        own = Fields(content, {}, fields.source, f"{dynamic.prefix}{pattern}.")
+        yield f"re:{expression}", None if pattern.startswith("-:") else read(own)
 
 
 def _group_size(fields: Fields, name: str = "group_size") -> int:
@@ -234,29 +256,29 @@ _GPTQ_NEUTRAL = (
 
 
 def _read_gptq(fields: Fields) -> QuantizedWeights:
-    layout = _choice(fields, "checkpoint_format", None, "", "gptq", "gptq_v2") or "gptq"
-    _choice(fields, "pack_dtype", None, "int32", "torch.int32")
+    _choice(fields, "method", None, "gptq")
+    layouts = [_choice(fields, name, None, "", "gptq", "gptq_v2") or "" for name in _LAYOUT_NAMES]
+    if all(layouts) and layouts[0] != layouts[1]:
+        raise fields.error("format", f"checkpoint_format is {layouts[0]!r}; leave one of them out")
+    layout = layouts[0] or layouts[1] or "gptq"
+    _choice(fields, "pack_dtype", *_PACKED)
     fields.refuse("modules_in_block_to_quantize", because="all linear layers must be quantized, or named in dynamic")
     form = _gptq_format(fields, layout)
-    rules: list[tuple[str, WeightFormat | None]] = []
-    dynamic = Fields(fields.mapping("dynamic"), {}, fields.source, f"{fields.prefix}dynamic.")
-    for pattern in dynamic.content:  # GPTQModel: regular expressions of names
-        expression = pattern.removeprefix("-:").removeprefix("+:")
-        _check_expression(dynamic, pattern, expression)
-        content = {**fields.content, **dynamic.mapping(pattern)}
-        own = Fields(content, {}, fields.source, f"{dynamic.prefix}{pattern}.")
-        rules.append((f"re:{expression}", None if pattern.startswith("-:") else _gptq_format(own, layout)))
-    has_head = fields.raw("lm_head") is True
-    rules += [] if has_head else [("lm_head", None)]
+    rules = *_dynamic_rules(fields, lambda own: _gptq_format(own, layout)), *_plain_rules(fields)
     fields.read.update(_GPTQ_NEUTRAL)
     return QuantizedWeights("gptq", (*rules, ("*", form)))
 
 
 def _gptq_format(fields: Fields, layout: str) -> WeightFormat:
-    _choice(fields, "bits", 4)
+    bits = _choice(fields, "bits", 4, 8)
     group, is_ordered = _group_size(fields), bool(fields.raw("desc_act"))
-    fields.raw("sym")  # files have zero points in any case
-    return WeightFormat("int4", layout, (1, group), has_zeros=True, is_ordered=is_ordered and group > 0)
+    is_symmetric = fields.raw("sym") is not False  # files have zero points in any case
+    if bits == 8 and not is_symmetric:
+        raise fields.error("sym", "8 bits are supported symmetric")
+    if bits == 8 and is_ordered and group:
+        raise fields.error("desc_act", "8 bits are supported with groups in order")
+    values = {4: "int4", 8: "int8"}[bits]
+    return WeightFormat(values, layout, (1, group), has_zeros=True, is_ordered=is_ordered and group > 0)
 
 
 # --- compressed-tensors -----------------------------------------------------------------------------------------------
@@ -313,6 +335,10 @@ def _ct_format(group: Fields, layout: Any) -> WeightFormat:
     _refuse_unread(weights)
     values = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "fp8", (4, "float"): "mxfp4"}[bits, kind]
     form = WeightFormat(values, "plain", block, _ct_activations(group, bits, kind), not is_symmetric)
+    if values == "int8" and layout == "pack-quantized" and is_symmetric and strategy in ("group", "channel"):
+        if form.activations:
+            raise group.error("input_activations", "packed weights are supported with inputs that are not quantized")
+        return replace(form, tensors=layout)
     if values in ("fp8", "int8"):
         if not is_symmetric or strategy == "group" or layout not in _CT_FORMATS[:3]:
             raise weights.error("num_bits", "8 bits are supported symmetric, not packed, by tensor, channel or block")

@@ -7,7 +7,7 @@ from typing import Literal
 from fleetfoot.config.quantization import QuantizedWeights, WeightFormat
 from fleetfoot.quantization.base import LinearMethod, LinearMethods
 from fleetfoot.quantization.gguf import Blocks, Matrices, block_method
-from fleetfoot.quantization.packed import Packed
+from fleetfoot.quantization.packed import Packed, ScaledInWords
 from fleetfoot.quantization.scaled import Scaled
 from fleetfoot.quantization.unquantized import UNQUANTIZED
 
@@ -35,4 +35,7 @@ def linear_methods(
 
 
 def _method(form: WeightFormat | None) -> LinearMethod:
-    return UNQUANTIZED.default if form is None else _METHODS[form.values](form)
+    if form is None:
+        return UNQUANTIZED.default
+    is_packed = form.values == "int8" and form.tensors not in ("plain", "float")
+    return ScaledInWords(form) if is_packed else _METHODS[form.values](form)

@@ -1,4 +1,5 @@
-"""Weights of 4 bits: AWQ, GPTQ, compressed-tensors, MXFP4, and those that are quantized while they are loaded.
+"""Weights in words: 4 bits of AWQ, GPTQ, compressed-tensors and MXFP4, or made while loading; 8 of GPTQ and
+compressed-tensors.
 
 The tensors of a part of a matrix are read whole, or what this rank needs of them, and then brought into the one layout
 that kernels read, so that one part is in memory twice. A spec that is opened later gets a tensor of the file's form.
@@ -17,7 +18,7 @@ from fleetfoot.config.quantization import WeightFormat
 from fleetfoot.kernels.quantized import WRITTEN_OUTPUTS
 from fleetfoot.quantization.base import ExpertMethod, LinearMethod, LinearShape
 from fleetfoot.quantization.experts import QuantizedExpertMethod
-from fleetfoot.quantization.scaled import QuantizedWeight, bias_specs
+from fleetfoot.quantization.scaled import QuantizedWeight, Scaled, bias_specs
 from fleetfoot.records.weights import Rows, Span, WeightError, WeightSpec, slices_of
 
 if TYPE_CHECKING:
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
 
     from fleetfoot.kernels.interface import Kernels
 
-_PER_WORD = 8
-_DUMMY_SCALE = 0.02 / 4.6
-"""Random codes with this scale have a standard deviation of 0.02."""
+_DUMMY_SCALES = {4: 0.02 / 4.6, 8: 0.02 / 74.0}
+"""Random codes of so many bits with this scale have a standard deviation of 0.02."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,15 @@ class _Part:
     """Where its outputs are stored."""
     group: int
     """Inputs of a group; 0: all."""
+    per_word: int
+    """Codes in a word of the file."""
 
     @property
     def hull(self) -> slice:
         """Outputs from the first to the last, in whole words."""
         runs = slices_of(self.rows)
         first, last = min(run.start for run in runs), max(run.stop for run in runs)
-        return slice(first // _PER_WORD * _PER_WORD, min(-(-last // _PER_WORD) * _PER_WORD, self.size))
+        return slice(first // self.per_word * self.per_word, min(-(-last // self.per_word) * self.per_word, self.size))
 
     @property
     def groups(self) -> slice:
@@ -73,9 +75,11 @@ class _Part:
             - self.hull.start
         )
 
-    @staticmethod
-    def words(some: slice) -> slice:
-        return slice(some.start // _PER_WORD, -(-some.stop // _PER_WORD))
+    def words(self, some: slice) -> slice:
+        return slice(some.start // self.per_word, self.num_words(some.stop))
+
+    def num_words(self, count: int) -> int:
+        return -(-count // self.per_word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ class _Layout:
     """The tensors of a part in a kind of file: suffix -> `WeightSpec` fields, and the two ways of conversion."""
 
     def __init__(self, form: WeightFormat, dtype: torch.dtype) -> None:
-        self.form, self.dtype = form, dtype
+        self.form, self.dtype, self.bits = form, dtype, 8 if form.values == "int8" else 4
 
     def fields(self, part: _Part) -> dict[str, dict[str, Any]]:
         raise NotImplementedError
@@ -124,16 +128,18 @@ class _ByColumns(_Layout):
 
     def fields(self, part: _Part) -> dict[str, dict[str, Any]]:
         hull, words, groups = part.hull, part.words, part.groups
-        num_words = -(-part.size // _PER_WORD)
+        num_words = part.num_words(part.size)
         if self.is_awq:
             codes = _spec((part.num_columns, num_words), (part.columns, words(hull)))
         else:
-            codes = _spec((-(-part.num_columns // _PER_WORD), part.size), (words(part.columns), hull))
-        zero = 0x77777777 if self.form.tensors == "gptq" else -0x77777778  # 8 in each
+            codes = _spec((part.num_words(part.num_columns), part.size), (words(part.columns), hull))
+        zero = {4: -0x77777778, 8: -0x7F7F7F80}[self.bits]  # 8 or 128 in each
+        if self.form.tensors == "gptq":
+            zero = {4: 0x77777777, 8: 0x7F7F7F7F}[self.bits]
         fields = {
             "qweight": codes,
             "qzeros": _spec((part.num_groups, num_words), (groups, words(hull)), init=zero),
-            "scales": _spec((part.num_groups, part.size), (groups, hull), "float", _DUMMY_SCALE),
+            "scales": _spec((part.num_groups, part.size), (groups, hull), "float", _DUMMY_SCALES[self.bits]),
         }
         if not self.is_awq:
             order = partial(_fill_order, first=part.columns.start, group=part.group or part.num_columns)
@@ -147,11 +153,11 @@ class _ByColumns(_Layout):
         if self.is_awq:
             codes = unpack_columns(tensors["qweight"], is_awq=True)
         else:
-            first = part.columns.start % _PER_WORD
-            codes = unpack_rows(tensors["qweight"])[first : first + part.columns.stop - part.columns.start]
-        zeros = unpack_columns(tensors["qzeros"], is_awq=self.is_awq)
+            first = part.columns.start % part.per_word
+            codes = unpack_rows(tensors["qweight"], self.bits)[first : first + part.columns.stop - part.columns.start]
+        zeros = unpack_columns(tensors["qzeros"], is_awq=self.is_awq, bits=self.bits)
         if self.form.tensors == "gptq":
-            zeros = (zeros + 1) & 15  # as other tools read them, too
+            zeros = (zeros + 1) & ((1 << self.bits) - 1)  # as other tools read them, too
         group_of = None
         if not self.is_awq:
             group_of = self._group_of(part, tensors["g_idx"].long())
@@ -184,16 +190,18 @@ class _ByColumns(_Layout):
             return whole
 
         assert content.zeros is not None
-        zeros = (content.zeros - 1) & 15 if self.form.tensors == "gptq" else content.zeros
+        zeros = content.zeros
+        if self.form.tensors == "gptq":
+            zeros = (zeros - 1) & ((1 << self.bits) - 1)
         tensors = {
-            "qzeros": pack_columns(spread(zeros), is_awq=self.is_awq),
+            "qzeros": pack_columns(spread(zeros), is_awq=self.is_awq, bits=self.bits),
             "scales": spread(content.scales),
         }
         if self.is_awq:
             return tensors | {"qweight": pack_columns(spread(content.codes), is_awq=True)}
         device, columns = content.codes.device, torch.arange(part.columns.start, part.columns.stop)
         order = columns.to(device) // (part.group or part.num_columns) if content.group_of is None else content.group_of
-        return tensors | {"qweight": pack_rows(spread(content.codes)), "g_idx": order.to(torch.int32)}
+        return tensors | {"qweight": pack_rows(spread(content.codes), self.bits), "g_idx": order.to(torch.int32)}
 
 
 def _fill_order(target: torch.Tensor, first: int, group: int) -> None:
@@ -206,14 +214,15 @@ class _CompressedTensors(_Layout):
     """compressed-tensors: ``[out, in]``, packed along the inputs, zero points along the outputs."""
 
     def fields(self, part: _Part) -> dict[str, dict[str, Any]]:
-        num_words, hull = -(-part.num_columns // _PER_WORD), part.hull
+        num_words, hull = part.num_words(part.num_columns), part.hull
+        scales = (part.size, part.num_groups), (part.rows, part.groups)
         fields = {
             "weight_packed": _spec((part.size, num_words), (part.rows, part.words(part.columns))),
-            "weight_scale": _spec((part.size, part.num_groups), (part.rows, part.groups), "float", _DUMMY_SCALE),
+            "weight_scale": _spec(*scales, "float", _DUMMY_SCALES[self.bits]),
             "weight_shape": _spec((2,), (), init=partial(_fill_shape, shape=(part.size, part.num_columns))),
         }
         if self.form.has_zeros:
-            zeros = (-(-part.size // _PER_WORD), part.num_groups), (part.words(hull), part.groups)
+            zeros = (part.num_words(part.size), part.num_groups), (part.words(hull), part.groups)
             fields["weight_zero_point"] = _spec(*zeros, init=-0x77777778)
         return fields
 
@@ -225,8 +234,9 @@ class _CompressedTensors(_Layout):
                 f"{part.name}.weight_shape is {tensors['weight_shape'].tolist()}, and the layer has "
                 f"{[part.size, part.num_columns]}"
             )
-        first = part.columns.start % _PER_WORD
-        codes = unpack_columns(tensors["weight_packed"])[:, first : first + part.columns.stop - part.columns.start]
+        first = part.columns.start % part.per_word
+        codes = unpack_columns(tensors["weight_packed"], bits=self.bits)
+        codes = codes[:, first : first + part.columns.stop - part.columns.start]
         zeros = None
         if self.form.has_zeros:
             zeros = unpack_rows(tensors["weight_zero_point"])[part.outputs(codes.device)]
@@ -238,7 +248,7 @@ class _CompressedTensors(_Layout):
         from fleetfoot.kernels.quantized.packed import pack_columns, pack_rows
 
         tensors = {
-            "weight_packed": pack_columns(content.codes),
+            "weight_packed": pack_columns(content.codes, bits=self.bits),
             "weight_scale": content.scales,
             "weight_shape": torch.tensor([part.size, part.num_columns]),
         }
@@ -327,25 +337,39 @@ class PackedWeight(QuantizedWeight):
     ) -> None:
         import torch
 
-        from fleetfoot.kernels.quantized.packed import BLOCK, SPAN, PackedMatrix
-
-        self._shape, self._multiply = shape, ops.packed_linear
+        self._shape = shape
+        self._multiply: Any = ops.scaled_linear if form.has_8_bits else ops.packed_linear
         self._chain = ops.quantized_chain if dtype is torch.bfloat16 else None
-        self._layout = _LAYOUTS[form.tensors](form, dtype)
-        columns, group = shape.columns, form.block[1]
-        if columns.start % _PER_WORD or (form.is_ordered and columns != slice(0, shape.in_features)):
-            names, problem = ", ".join(name for name, _ in shape.parts), "are not whole words of 8"
+        self._layout = _LAYOUTS[form.tensors](form, torch.float32 if form.has_8_bits else dtype)
+        columns, group, per_word = shape.columns, form.block[1], 32 // self._layout.bits
+        if columns.start % per_word or (form.is_ordered and columns != slice(0, shape.in_features)):
+            names, problem = ", ".join(name for name, _ in shape.parts), f"are not whole words of {per_word}"
             if form.is_ordered:
                 problem = "are those of groups in another order (desc_act)"
             raise ValueError(
                 f"{names}: the inputs {columns.start} to {columns.stop} of a rank {problem}; use fewer ranks"
             )
         self._parts = [
-            _Part(name, size, rows, columns, shape.in_features, span, group)
+            _Part(name, size, rows, columns, shape.in_features, span, group, per_word)
             for name, size, rows, span in shape.row_spans()
         ]
         num_rows, num_inputs = shape.num_outputs + shape.padding, shape.num_inputs
-        stored_group = math.gcd(group, columns.start) if group else max(1, num_inputs)
+        self._stored_group = math.gcd(group, columns.start) if group else max(1, num_inputs)
+        bias = torch.zeros(num_rows, dtype=dtype, device=device) if shape.has_bias else None
+        self._matrix = self._make_matrix(form, (num_rows, num_inputs), bias, dtype, device)
+        self._group_of: torch.Tensor | None = None  # of `PackedMatrix.order`
+        self._open: dict[int, Tensors] = {}  # part -> its tensors in the form of files
+        self._filled: dict[int, set[str]] = {}  # part -> names of tensors that are filled
+        self._loaded: set[int] = set()
+
+    def _make_matrix(
+        self, form: WeightFormat, size: tuple[int, int], bias: torch.Tensor | None, dtype: torch.dtype, device: Any
+    ) -> Any:
+        import torch
+
+        from fleetfoot.kernels.quantized.packed import BLOCK, SPAN, PackedMatrix
+
+        (num_rows, num_inputs), stored_group = size, self._stored_group
         num_groups = -(-num_inputs // stored_group)
         num_blocks = -(-num_inputs // BLOCK)
         words = torch.zeros(num_rows, num_blocks * SPAN, dtype=torch.int32, device=device)
@@ -354,13 +378,7 @@ class PackedWeight(QuantizedWeight):
             scales = torch.zeros(num_rows, num_blocks * BLOCK // stored_group, dtype=torch.uint8, device=device)
         zeros = torch.zeros(num_rows, num_groups, dtype=torch.uint8, device=device) if form.has_zeros else None
         order = torch.arange(num_inputs, device=device) if form.is_ordered else None
-        has_bias = shape.has_bias
-        bias = torch.zeros(num_rows, dtype=dtype, device=device) if has_bias else None
-        self._matrix = PackedMatrix(words, scales, zeros, stored_group, num_inputs, form.values == "mxfp4", order, bias)
-        self._group_of: torch.Tensor | None = None  # of `PackedMatrix.order`
-        self._open: dict[int, Tensors] = {}  # part -> its tensors in the form of files
-        self._filled: dict[int, set[str]] = {}  # part -> names of tensors that are filled
-        self._loaded: set[int] = set()
+        return PackedMatrix(words, scales, zeros, stored_group, num_inputs, form.values == "mxfp4", order, bias)
 
     def tensors(self) -> list[torch.Tensor]:
         matrix = self._matrix
@@ -397,7 +415,7 @@ class PackedWeight(QuantizedWeight):
     def _opened(self, index: int, suffix: str) -> torch.Tensor:
         import torch
 
-        part, device = self._parts[index], self._matrix.words.device
+        part, device = self._parts[index], self._matrix.scales.device
         tensors = self._open.setdefault(index, {})
         if suffix not in tensors and index in self._loaded:
             tensors |= self._layout.write(part, self._content(index))
@@ -415,26 +433,40 @@ class PackedWeight(QuantizedWeight):
             self._close(index)
 
     def _close(self, index: int) -> None:
-        from fleetfoot.kernels.quantized.packed import pack_words
-
         tensors = self._open.pop(index)
         self._filled.pop(index, None)
         if tensors.keys() != self._layout.fields(self._parts[index]).keys():
             return  # nothing was written to them
-        part, matrix = self._parts[index], self._matrix
+        part = self._parts[index]
         content = self._layout.read(part, tensors)
-        if matrix.order is not None:
-            content = self._ordered(content, part)
         columns, group = part.columns, part.group or part.num_columns
-        starts = range(columns.start, columns.stop, matrix.group) if matrix.order is None else None
-        groups = [start // group - part.groups.start for start in starts] if starts is not None else slice(None)
-        matrix.words[part.span] = pack_words(content.codes)
-        scales = content.scales[:, groups]
+        groups: Any = [
+            start // group - part.groups.start for start in range(columns.start, columns.stop, self._stored_group)
+        ]
+        if self._layout.form.is_ordered:
+            content, groups = self._ordered(content, part), slice(None)
+        zeros = None if content.zeros is None else content.zeros[:, groups]
+        self._store(part, content.codes, content.scales[:, groups], zeros)
+        self._loaded.add(index)
+
+    def _store(self, part: _Part, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        """Write a part, with its scales in the groups that are stored."""
+        from fleetfoot.kernels.quantized.packed import pack_words
+
+        matrix = self._matrix
+        matrix.words[part.span] = pack_words(codes)
         matrix.scales[part.span, : scales.shape[1]] = scales.to(matrix.scales.dtype)
         if matrix.zeros is not None:
-            assert content.zeros is not None
-            matrix.zeros[part.span] = content.zeros[:, groups]
-        self._loaded.add(index)
+            assert zeros is not None
+            matrix.zeros[part.span] = zeros
+
+    def _stored(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`_store` backwards."""
+        from fleetfoot.kernels.quantized.packed import unpack_words
+
+        matrix = self._matrix
+        zeros = None if matrix.zeros is None else matrix.zeros[part.span]
+        return unpack_words(matrix.words[part.span])[:, : matrix.num_inputs], matrix.scales[part.span], zeros
 
     def _ordered(self, content: _Content, part: _Part) -> _Content:
         """Columns by group; all parts of the matrix read the same inputs."""
@@ -454,18 +486,49 @@ class PackedWeight(QuantizedWeight):
 
     def _content(self, index: int) -> _Content:
         """What is stored of a part."""
-        from fleetfoot.kernels.quantized.packed import unpack_words
-
-        part, matrix = self._parts[index], self._matrix
-        codes = unpack_words(matrix.words[part.span])[:, : matrix.num_inputs]
+        part = self._parts[index]
+        codes, scales, zeros = self._stored(part)
         columns, group = part.columns, part.group or part.num_columns
         first = [
-            max(0, each * group - columns.start) // matrix.group for each in range(part.groups.start, part.groups.stop)
+            max(0, each * group - columns.start) // self._stored_group
+            for each in range(part.groups.start, part.groups.stop)
         ]
-        if matrix.order is not None:
-            first, codes = list(range(matrix.scales.shape[1])), codes[:, matrix.order.argsort()]
-        zeros = None if matrix.zeros is None else matrix.zeros[part.span][:, first]
-        return _Content(codes, matrix.scales[part.span][:, first], zeros, self._group_of)
+        if self._layout.form.is_ordered:
+            first, codes = list(range(scales.shape[1])), codes[:, self._matrix.order.argsort()]
+        return _Content(codes, scales[:, first], None if zeros is None else zeros[:, first], self._group_of)
+
+
+class PackedBytes(PackedWeight):
+    """Codes of 8 bits, which become int8 by a flipped sign: their zero points are 128."""
+
+    def _make_matrix(
+        self, form: WeightFormat, size: tuple[int, int], bias: torch.Tensor | None, dtype: torch.dtype, device: Any
+    ) -> Any:
+        import torch
+
+        from fleetfoot.kernels.quantized.scaled import ScaledMatrix
+
+        values = torch.zeros(size, dtype=torch.int8, device=device)
+        scales = torch.zeros(size[0], -(-size[1] // self._stored_group), device=device)
+        return ScaledMatrix(values, scales, 1, self._stored_group, form.activations, None, bias)
+
+    def tensors(self) -> list[torch.Tensor]:
+        matrix = self._matrix
+        found = (matrix.values, matrix.scales, matrix.bias if self._shape.has_bias else None)
+        return [each for each in found if each is not None]
+
+    def _store(self, part: _Part, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+        if zeros is not None and bool((zeros != 128).any()):
+            raise WeightError(f"{part.name}.qzeros has zero points other than 128; 8 bits are supported symmetric")
+        self._matrix.values[part.span] = (codes ^ 128).view(self._matrix.values.dtype)
+        self._matrix.scales[part.span] = scales
+
+    def _stored(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        import torch
+
+        scales = self._matrix.scales[part.span]
+        zeros = torch.full_like(scales, 128, dtype=torch.uint8) if self._layout.form.has_zeros else None
+        return self._matrix.values[part.span].view(torch.uint8) ^ 128, scales, zeros
 
 
 def _part_shape(shape: tuple[int, ...], part: tuple[Any, ...]) -> list[int]:
@@ -499,3 +562,10 @@ class Packed(LinearMethod):
     def workspace_bytes(self, num_outputs: int, num_inputs: int, num_rows: int, dtype: str) -> int:
         """A part of the weight in ``dtype``, and the input in another order."""
         return (min(num_outputs, WRITTEN_OUTPUTS) + num_rows * self.form.is_ordered) * num_inputs * DTYPE_BYTES[dtype]
+
+
+class ScaledInWords(Scaled):
+    """`PackedBytes` in a format."""
+
+    def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> PackedBytes:
+        return PackedBytes(self.form, shape, ops, dtype, device)

@@ -411,7 +411,9 @@ class Scaled(LinearMethod):
     def experts(self) -> ExpertMethod:
         return QuantizedExpertMethod(self)
 
-    def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> ScaledWeight:
+    def make_weight(
+        self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device
+    ) -> QuantizedWeight:
         kind = QuantizedWhileLoading if self.form.tensors == "float" else ScaledWeight
         return kind(self.form, shape, ops, dtype, device)
 

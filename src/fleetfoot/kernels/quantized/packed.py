@@ -95,44 +95,46 @@ def unpack_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def _join(codes: torch.Tensor) -> torch.Tensor:
-    """``[..., 8]`` -> ``[...]`` int32, the first in the lowest bits."""
-    joined = codes[..., 0].to(torch.int32)
-    for place in range(1, 8):
-        joined |= codes[..., place].to(torch.int32) << (4 * place)
+    """``[..., n]`` -> ``[...]`` int32 of ``n`` codes, the first in the lowest bits."""
+    joined, count = codes[..., 0].to(torch.int32), codes.shape[-1]
+    for place in range(1, count):
+        joined |= codes[..., place].to(torch.int32) << (32 // count * place)
     return joined
 
 
-def _split(words: torch.Tensor) -> torch.Tensor:
-    """``[...]`` int32 -> ``[..., 8]`` uint8, that in the lowest bits first."""
-    codes = torch.empty(*words.shape, 8, dtype=torch.uint8, device=words.device)
-    for place in range(8):
-        codes[..., place] = (words >> (4 * place)) & 15
+def _split(words: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """``[...]`` int32 -> ``[..., 32 / bits]`` uint8, that in the lowest bits first."""
+    count = 32 // bits
+    codes = torch.empty(*words.shape, count, dtype=torch.uint8, device=words.device)
+    for place in range(count):
+        codes[..., place] = (words >> (bits * place)) & ((1 << bits) - 1)
     return codes
 
 
 # --- the layouts of files ---------------------------------------------------------------------------------------------
 
 
-def unpack_columns(packed: torch.Tensor, is_awq: bool = False) -> torch.Tensor:
-    """``[..., rows, columns / 8]`` int32 -> codes ``[..., rows, columns]``; ``is_awq``: in AWQ's order."""
-    codes = _split(packed)
+def unpack_columns(packed: torch.Tensor, is_awq: bool = False, bits: int = 4) -> torch.Tensor:
+    """``[..., rows, columns / n]`` int32 of ``n`` codes of 4 or 8 bits -> codes ``[..., rows, columns]``; ``is_awq``:
+    in AWQ's order."""
+    codes = _split(packed, bits)
     return (codes[..., [_AWQ_ORDER.index(place) for place in range(len(_AWQ_ORDER))]] if is_awq else codes).flatten(-2)
 
 
-def pack_columns(codes: torch.Tensor, is_awq: bool = False) -> torch.Tensor:
-    """`unpack_columns` backwards. Columns beyond a multiple of 8 are 0."""
-    words = F.pad(codes, (0, -codes.shape[-1] % 8)).unflatten(-1, (-1, 8))
+def pack_columns(codes: torch.Tensor, is_awq: bool = False, bits: int = 4) -> torch.Tensor:
+    """`unpack_columns` backwards. Columns beyond whole words are 0."""
+    words = F.pad(codes, (0, -codes.shape[-1] % (32 // bits))).unflatten(-1, (-1, 32 // bits))
     return _join(words[..., list(_AWQ_ORDER)] if is_awq else words)
 
 
-def unpack_rows(packed: torch.Tensor) -> torch.Tensor:
-    """``[..., rows / 8, columns]`` int32 -> codes ``[..., rows, columns]``."""
-    return unpack_columns(packed.transpose(-1, -2)).transpose(-1, -2)
+def unpack_rows(packed: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """``[..., rows / n, columns]`` int32 -> codes ``[..., rows, columns]``."""
+    return unpack_columns(packed.transpose(-1, -2), bits=bits).transpose(-1, -2)
 
 
-def pack_rows(codes: torch.Tensor) -> torch.Tensor:
+def pack_rows(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
     """`unpack_rows` backwards."""
-    return pack_columns(codes.transpose(-1, -2)).transpose(-1, -2)
+    return pack_columns(codes.transpose(-1, -2), bits=bits).transpose(-1, -2)
 
 
 def unpack_bytes(packed: torch.Tensor) -> torch.Tensor:
