@@ -403,6 +403,7 @@ def test_two_ranks_and_sleep_change_no_token(name: str) -> None:
 
 KV_SCALES = {
     "compressed-tensors": ("{}_scale", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}),
+    "of heads": ("{}_scale", {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head"}}),
     "ModelOpt": ("{}_proj.{}_scale", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}),
     "none": ("", {}),
 }
@@ -420,7 +421,11 @@ def test_kv_in_fp8(names: str, tmp_path: Path) -> None:
     scales = {
         f"model.layers.0.self_attn.{template.format(*kind * 2)}": 0.25 + (kind == "v") for kind in "kv" if template
     }
-    save_file(tensors | {name: torch.tensor([scale]) for name, scale in scales.items()}, tmp_path / "model.safetensors")
+    scales_of = {
+        name: torch.tensor([[[scale / 2]], [[scale]]]) if names == "of heads" else torch.tensor([scale])
+        for name, scale in scales.items()
+    }  # [KV heads, 1, 1] as llm-compressor writes them
+    save_file(tensors | scales_of, tmp_path / "model.safetensors")
     tokens = {}
     for dtype, runner in (("auto", "v2"), ("fp8", "v1"), ("fp8", "v2"), ("fp8_e5m2", "v2")):
         engine = make_engine(

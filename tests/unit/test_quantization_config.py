@@ -51,7 +51,7 @@ CASES: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
     (fp8(activation_scheme="static", weight_block_size=None, ignored_layers=["down_proj"]), (STATIC, PLAIN, PLAIN)),
     (MODELOPT, (PLAIN, STATIC, PLAIN)),
     ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, (STATIC, STATIC, PLAIN)),
-    (GPTQ, (PLAIN, "int4 in groups of 64, with zero points", "int8 in groups of 32, with zero points")),
+    (GPTQ, (PLAIN, "int4 in groups of 64, with zero points", "int8 in groups of 32")),
     (compressed(BYTES, None, format="pack-quantized"), ("int8 in groups of 128", "int8 in groups of 128", PLAIN)),
 ]
 
@@ -89,6 +89,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (compressed(WEIGHTS | {"strategy": "attn_head"}), "config_groups.group_0.weights.strategy"),
     (compressed(WEIGHTS | {"actorder": "group"}), "config_groups.group_0.weights.actorder"),
     (compressed(WEIGHTS, TOKEN | {"symmetric": False}), "config_groups.group_0.input_activations.symmetric"),
+    (compressed(BYTES | {"num_bits": 4}, format="pack-quantized"), "config_groups.group_0.input_activations"),
+    (compressed(kv_cache_scheme={"num_bits": 8, "type": "int"}), "kv_cache_scheme.type"),
+    (compressed(kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": True}), "kv_cache_scheme.dynamic"),
     (compressed(ignore="lm_head"), "ignore"),
     (compressed(transform_config={"config_groups": {"v": {}}, "format": "hadamard"}), "transform_config"),
     (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),

@@ -53,7 +53,7 @@ class WeightFormat:
         scales = sizes.get(self.block) or (
             f"in groups of {inputs}" if outputs == 1 else f"in blocks of {outputs} x {inputs}"
         )
-        zeros = ", with zero points" if self.has_zeros else ""
+        zeros = ", with zero points" if self.has_zeros and not self.has_8_bits else ""
         return f"{self.values} {scales}{zeros}" + (f", inputs quantized by {self.activations}" * bool(self.activations))
 
 
@@ -68,6 +68,8 @@ class QuantizedWeights:
     one that fits counts; other layers are not quantized."""
     has_kv_scales: bool = False
     """Whether the checkpoint has scales for a KV cache in FP8."""
+    has_scales_of_heads: bool = False
+    """Whether these are one for each KV head."""
 
     @property
     def formats(self) -> tuple[WeightFormat, ...]:
@@ -312,8 +314,15 @@ def _read_compressed_tensors(fields: Fields) -> QuantizedWeights:
     rules = tuple(("*" if target == "Linear" else target, by_target[target]) for target in kinds)
     fields.read.update(("quantization_status", "global_compression_ratio", "version", "format", "ignore"))
     skipped = tuple((name, None) for name in _names(fields, "ignore"))
-    kv = fields.raw("kv_cache_scheme")
-    return QuantizedWeights("compressed-tensors", (*skipped, *rules), bool(kv))
+    kv = Fields(fields.mapping("kv_cache_scheme"), {}, fields.source, f"{fields.prefix}kv_cache_scheme.")
+    if not kv.content:
+        return QuantizedWeights("compressed-tensors", (*skipped, *rules))
+    for name, value in (("num_bits", 8), ("type", "float"), ("dynamic", False), ("symmetric", True)):
+        _choice(kv, name, value, None)
+    of_heads = _choice(kv, "strategy", None, "tensor", "attn_head") == "attn_head"
+    kv.read.update((*_OBSERVED, "actorder", "block_structure", "group_size"))
+    _refuse_unread(kv)
+    return QuantizedWeights("compressed-tensors", (*skipped, *rules), True, of_heads)
 
 
 def _ct_format(group: Fields, layout: Any) -> WeightFormat:
@@ -354,6 +363,8 @@ def _ct_format(group: Fields, layout: Any) -> WeightFormat:
 def _ct_activations(group: Fields, bits: int, kind: str) -> str:
     if group.raw("input_activations") is None:
         return ""
+    if bits == 4:
+        raise group.error("input_activations", "weights of 4 bits are supported with inputs that are not quantized")
     fields = Fields(group.mapping("input_activations"), {}, group.source, f"{group.prefix}input_activations.")
     _choice(fields, "num_bits", bits)
     _choice(fields, "type", kind)

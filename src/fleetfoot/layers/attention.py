@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -67,17 +67,28 @@ class Sinks(WeightModule):
 
 
 class KVScales(WeightModule):
-    """What K and V in a cache in FP8 are multiples of: those of the checkpoint, or 1."""
+    """What K and V in a cache in FP8 are multiples of: those of the checkpoint, or 1. ``num_heads``: the checkpoint has
+    one for each KV head, of which the largest counts on all ranks; 0: it has one for all."""
 
-    def __init__(self, context: ModelContext) -> None:
+    def __init__(self, context: ModelContext, num_heads: int = 0) -> None:
         super().__init__()
         self.values = torch.ones(2, dtype=torch.float32, device=context.device)
+        self._of_heads = torch.ones(2, num_heads, dtype=torch.float32, device=context.device) if num_heads else None
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
         for index, kind in enumerate("kv"):
             names = f"{prefix}{kind}_proj.{kind}_scale", f"{prefix}attn.{kind}_scale", f"{prefix}kv_scale"
-            scale = partial(self.values.narrow, 0, index, 1)
-            yield WeightSpec(f"{prefix}{kind}_scale", (1,), scale, 1.0, aliases=names, default=1.0)
+            spec = WeightSpec(
+                f"{prefix}{kind}_scale", (1,), partial(self.values.narrow, 0, index, 1), 1.0, aliases=names
+            )
+            if (of_heads := self._of_heads) is not None:
+                own = partial(of_heads.__getitem__, index)
+                spec = replace(spec, shape=(of_heads.shape[1],), destination=own, filled=partial(self._join, index))
+            yield replace(spec, default=1.0)
+
+    def _join(self, index: int) -> None:
+        assert self._of_heads is not None
+        self.values[index] = self._of_heads[index].max()
 
 
 class AttentionParts(NamedTuple):
@@ -131,7 +142,8 @@ class Attention(Offering):
         self.sinks = Sinks(context, spec.num_heads, heads) if spec.has_sinks else None
         self.num_kv_heads = kv_heads.stop - kv_heads.start
         has_scales = context.has_fp8_kv or config.quantization.has_kv_scales
-        self.kv_scales = KVScales(context) if has_scales else None
+        num_scales = spec.num_kv_heads if config.quantization.has_scales_of_heads else 0
+        self.kv_scales = KVScales(context, num_scales) if has_scales else None
         scales = self.kv_scales.values if self.kv_scales is not None and context.has_fp8_kv else None
         self.paged = PagedAttention(
             spec.num_heads // group.size,
