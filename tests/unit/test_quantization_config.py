@@ -37,6 +37,19 @@ GPTQ = {
     "meta": {"act_group_aware": True},
     "dynamic": {"-:.*q_proj": {}, "+:.*down_proj": {"group_size": 64}, "lm_head": {"bits": 8}},
 }  # as GPTQModel 7.7 writes it
+AUTOROUND = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": False,
+    "version": "gemm",
+    "zero_point": True,
+    "autoround_version": "0.16.1",
+    "data_type": "int",
+    "provider": "auto-round",
+    "to_quant_block_names": "model.layers",
+    "modules_to_not_convert": ["lm_head"],
+}
 BYTES = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False}
 PLAIN, TOKENS = "unquantized", "fp8 by output, inputs quantized by token"
 TENSORS, STATIC = "fp8 by tensor, inputs quantized by token", "fp8 by tensor, inputs quantized by static"
@@ -52,6 +65,7 @@ CASES: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
     (MODELOPT, (PLAIN, STATIC, PLAIN)),
     ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, (STATIC, STATIC, PLAIN)),
     (GPTQ, (PLAIN, "int4 in groups of 64, with zero points", "int8 in groups of 32")),
+    (AUTOROUND, ("int4 in groups of 32, with zero points",) * 2 + (PLAIN,)),
     (compressed(BYTES, None, format="pack-quantized"), ("int8 in groups of 128", "int8 in groups of 128", PLAIN)),
 ]
 

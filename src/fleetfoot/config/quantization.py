@@ -215,7 +215,7 @@ def _read_awq(fields: Fields) -> QuantizedWeights:
     rules = *_within(_names(fields, "modules_to_not_convert")), *_dynamic_rules(fields, lambda own: form)
     # files have zero points also where zero_point is false or sym is true: 8
     neutral = ("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "backend", "bits", "group_size")
-    fields.read.update((*neutral, "zero_point", "sym", "desc_act", "meta"))
+    fields.read.update((*neutral, *_TUNING, "zero_point", "sym", "desc_act", "meta"))
     return QuantizedWeights("awq", (*rules, *_plain_rules(fields), ("*", form)))
 
 
@@ -248,6 +248,22 @@ def _group_size(fields: Fields, name: str = "group_size") -> int:
     return size
 
 
+_TUNING = (
+    *("autoround_version", "provider", "enable_quanted_input", "to_quant_block_names", "low_gpu_mem_usage", "iters"),
+    *(
+        "lr",
+        "minmax_lr",
+        "nsamples",
+        "seqlen",
+        "batch_size",
+        "train_bs",
+        "gradient_accumulate_steps",
+        "amp",
+        "data_type",
+    ),
+    *("enable_minmax_tuning", "enable_norm_bias_tuning", "scale_dtype"),
+)
+"""How AutoRound found the weights."""
 _GPTQ_NEUTRAL = (
     *("static_groups", "true_sequential", "damp_percent", "damp_auto_increment", "model_name_or_path", "tokenizer"),
     *("model_file_base_name", "meta", "dataset", "batch_size", "block_name_to_quantize", "pad_token_id", "use_exllama"),
@@ -267,7 +283,7 @@ def _read_gptq(fields: Fields) -> QuantizedWeights:
     fields.refuse("modules_in_block_to_quantize", because="all linear layers must be quantized, or named in dynamic")
     form = _gptq_format(fields, layout)
     rules = *_dynamic_rules(fields, lambda own: _gptq_format(own, layout)), *_plain_rules(fields)
-    fields.read.update(_GPTQ_NEUTRAL)
+    fields.read.update((*_GPTQ_NEUTRAL, *_TUNING))
     return QuantizedWeights("gptq", (*rules, ("*", form)))
 
 
