@@ -140,9 +140,8 @@ class GatedDeltaNet(StateMixer):
         """``x [num_tokens, hidden_size]`` -> the same shape. Writes the layer's states."""
         matrices, inputs, batch = self.states(ctx)
         (q_size, k_size, v_size, gate_size), (k_dim, v_dim) = self._sizes, self._dims
-        # The small product comes first: the weight of the large one is loaded while it runs.
-        rate, decay = self.in_proj_heads(x).chunk(2, dim=1)  # [num_tokens, heads] each
         mixed, gate = self.in_proj(x).split((q_size + k_size + v_size, gate_size), dim=1)
+        rate, decay = self.in_proj_heads(x).chunk(2, dim=1)  # [num_tokens, heads] each
         mixed = self._conv(mixed, inputs, self._taps, batch)
         q, k, v = mixed.split((q_size, k_size, v_size), dim=1)
         tokens = RecurrenceInputs(
