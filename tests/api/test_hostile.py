@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -138,6 +140,20 @@ def test_numbers_above_all_that_matter(client: httpx.Client) -> None:
         "top_k": BIG,
     }
     assert client.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_small_request_waits_for_no_request_of_many_sequences(client: httpx.Client) -> None:
+    many = {**PROMPT, "n": 1500, "temperature": 1, "max_tokens": 30, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        begin = time.perf_counter()
+        answer = pool.submit(client.post, "/v1/completions", json=many)
+        while client.get("/load", timeout=10).json()["server_load"] == 0:
+            time.sleep(0.01)
+        small_begin = time.perf_counter()
+        assert client.post("/v1/completions", json=PROMPT).status_code == 200
+        small_s = time.perf_counter() - small_begin
+        assert len(answer.result().json()["choices"]) == 1500
+    assert small_s < 0.5 * (time.perf_counter() - begin)
 
 
 def test_nesting_that_a_template_gets(client: httpx.Client) -> None:

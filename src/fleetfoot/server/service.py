@@ -60,7 +60,7 @@ _RESERVED = 8
 _CHOICE_BYTES, _ENTRY_BYTES = 1024, 128
 """Bytes of a response, for each choice and each logprob."""
 _BATCH_BITS = 3
-"""Batches of 1 to 3, 4 to 31, 32 to 255 prompts and so on are different flows in the engine's queue."""
+"""Batches of 1 to 3, 4 to 31, 32 to 255 sequences and so on are different flows in the engine's queue."""
 _PART = 64
 """Outputs that are taken at a time."""
 _MAX_WAITING = 1024
@@ -313,7 +313,7 @@ class Service:
         self._check_queue(len(prompts), ("prompt", *places)[-1].partition("[")[0])
         streams: list[OutputStream] = []
         owner, begin = self._client.get(), time.time()
-        flow = f"{owner} {len(prompts).bit_length() // _BATCH_BITS}"  # a batch and single prompts take turns
+        flow = f"{owner} {num_sequences.bit_length() // _BATCH_BITS}"  # a batch and single prompts take turns
         session, rank = self._placement.get()
         suffix = secrets.token_hex(4)  # clients may repeat the id of a request that has not ended
         num_left, num_logprobs, is_checked = len(prompts), 0, False
