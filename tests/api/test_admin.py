@@ -95,6 +95,7 @@ def test_weights_and_settings(engine: RunningServer, admin: httpx.Client, text: 
     [
         ("/sleep?level=3", None, 400, "level"),
         ("/sleep", {"level": "deep"}, 400, "level"),
+        ("/sleep", {"level": 2**64}, 400, None),
         ("/sleep?depth=1", None, 400, "depth"),
         ("/pause", {"mode": "drain"}, 400, "mode"),
         ("/wake_up", {"tags": ["lora"]}, 400, "tags"),

@@ -133,6 +133,8 @@ REFUSED = [
     ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens"),
     ({"prompt": PROMPT, "n": 0}, "n"),
     ({"prompt": PROMPT, "vllm_xargs": {"unknown": 1}}, "vllm_xargs"),
+    ({"prompt": PROMPT, "vllm_xargs": {"unknown": 2**64}}, "vllm_xargs"),
+    ({"prompt": PROMPT, "stream": True, "n": 2, "temperature": 1, "vllm_xargs": {"unknown": 2**64}}, "vllm_xargs"),
     ({"prompt": PROMPT, "best_of": 3}, "best_of"),
     ({"prompt": PROMPT, "suffix": "end"}, "suffix"),
     ({"prompt": PROMPT, "guided_choice": []}, "guided_choice"),
@@ -174,6 +176,17 @@ def test_a_refusal_names_the_field(client: httpx.Client, body: dict[str, Any], f
         and error["type"] == "invalid_request_error"
         and re.split(r"[.[]", field)[0] in error["message"]
     )
+
+
+def test_bounds_of_more_than_64_bits(client: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 9}
+    schema = {"type": "integer", "minimum": 5, "maximum": 2**64}
+    answers = [client.post("/v1/completions", json={**body, "guided_json": {**schema, "maximum": 2**60}})]
+    answers += [
+        client.post("/v1/completions", json={**body, "guided_json": given}) for given in (schema, json.dumps(schema))
+    ]
+    texts = [answer.json()["choices"][0]["text"] for answer in answers]
+    assert texts[0] and texts == texts[:1] * 3
 
 
 def test_statuses(client: httpx.Client, server: RunningServer) -> None:

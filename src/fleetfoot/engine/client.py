@@ -284,7 +284,10 @@ class EngineClient:
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         if (row := CALLS.get(method)) is not None and row.runs == "at once":
             self._urgent.add(number)
-        self._send(wire.Call(number, method, list(arguments), keywords))
+        try:
+            self._send(wire.Call(number, method, list(arguments), keywords))
+        except ValueError as error:
+            self._take_reply(wire.Reply(number, error=wire.Failed.of(error)))
         return await future
 
     async def stop(self) -> None:
@@ -373,7 +376,11 @@ class EngineClient:
         self._request_ids[first] = request_id
         self._outputs.add(request, dict.fromkeys(numbers), time.perf_counter())
         request.number, request.prompt = first, None  # the engine reads tokens alone
-        self._send(request)
+        try:
+            self._send(request)
+        except ValueError as error:
+            self._refuse(wire.Refused(first, wire.Failed.of(error)))
+            raise
         return stream
 
     async def _compile_grammar(self, params: SamplingParams | PoolingParams) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import zmq
@@ -13,10 +13,12 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from fleetfoot.engine import wire
+from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.local_server import SCHEME, framed, take_messages
 from fleetfoot.engine.wire import HEARTBEAT_MS, ClientMessage, Dead, EngineMessage, Hello, Outputs, Ready
 from fleetfoot.utils.cluster_key import ClusterKey
 from fleetfoot.utils.curve import KeyPair, connect_with, curve_pair, frames_of, message_of
+from fleetfoot.utils.validation import FieldError
 
 _MOST_MERGED = 16
 """Messages that are decoded at a time."""
@@ -68,6 +70,15 @@ async def _greet(link: Link) -> Ready:
     return message
 
 
+def _encoded(encode: Callable[[ClientMessage], bytes], message: ClientMessage) -> bytes:
+    """Raises ValueError: a client's value has an integer that MessagePack does not have."""
+    try:
+        return encode(message)
+    except OverflowError:
+        problem = "has an integer of more than 64 bits"  # in a request, this field alone can have any value
+        raise FieldError("extra_args", problem) if isinstance(message, EngineRequest) else ValueError(problem) from None
+
+
 class LocalLink(asyncio.Protocol):
     """A connection with an engine's process on this machine, which may not be ready yet. ``path``: of its socket."""
 
@@ -110,7 +121,7 @@ class LocalLink(asyncio.Protocol):
         await asyncio.shield(self._lost)
 
     def send(self, message: ClientMessage) -> None:
-        content = framed(self._encode(message))
+        content = framed(_encoded(self._encode, message))
         if self._transport is None:
             self._unsent += content
         else:
@@ -187,7 +198,7 @@ class EngineLink:
 
     def send(self, message: ClientMessage) -> None:
         # without a limit on its queue, it is sent or queued at once
-        self.socket.send_multipart(frames_of(self._encode(message)))
+        self.socket.send_multipart(frames_of(_encoded(self._encode, message)))
 
     async def receive(self) -> EngineMessage:
         if not self._arrived:

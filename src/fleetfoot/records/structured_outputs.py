@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import msgspec
+
 from fleetfoot.parsers.grammar import closed
 from fleetfoot.utils.validation import FieldError, checked_keywords
 
@@ -103,7 +105,7 @@ class StructuredOutputsParams:
                 raise FieldError(
                     f"structured_outputs.{name}", f"must be an object or its JSON text, got {value!r:.200}", value
                 )
-            setattr(self, name, copy.deepcopy(value))
+            setattr(self, name, _sendable(value))
         if self.choice is not None:
             self.choice = _choices(self.choice)
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
@@ -125,6 +127,16 @@ def with_closed_objects(constraint: StructuredOutputsParams | None) -> Structure
     with contextlib.suppress(ValueError, RecursionError):  # the compiler has the reason
         schema = closed(json.loads(schema) if isinstance(schema, str) else schema)
     return replace(constraint, json=schema)
+
+
+def _sendable(value: Any) -> Any:
+    """A copy of a schema; its text if it has integers of more than 64 bits, which MessagePack does not have."""
+    with contextlib.suppress(TypeError, ValueError, RecursionError):  # the compiler has the reason
+        try:
+            msgspec.msgpack.encode(value)
+        except OverflowError:
+            return json.dumps(value)
+    return copy.deepcopy(value)
 
 
 def _choices(values: Any) -> list[str]:

@@ -488,7 +488,11 @@ class GroupLink:
             request = msgspec.structs.replace(
                 request, kv_transfer_params=None, resumed=route.tokens, seed_number=route.seed_number
             )
-        engine.send(request)
+        try:
+            engine.send(request)
+        except ValueError as error:
+            route.has_offer = False
+            self._refuse(engine, Refused(request.number, Failed.of(error)))
 
     def _generating_engine(self, request: EngineRequest) -> _Engine | None:
         """The least busy decode engine; without any, a prefill engine."""
@@ -507,8 +511,8 @@ class GroupLink:
         name = f"{route.request.request_id}-{secrets.token_hex(4)}"
         future = engine.prefills[number] = asyncio.get_running_loop().create_future()
         route.held = engine, name
-        engine.send(_prefill_request(route.request, number, name))
         try:
+            engine.send(_prefill_request(route.request, number, name))
             async with asyncio.timeout(self._group.prefill_timeout):
                 end = await future
             if end.status >= RequestStatus.FINISHED_ERROR:
