@@ -1,8 +1,13 @@
 """`fleetfoot bench serve` against servers that answer at once: what it sends, what it measures, what it draws."""
 
+import asyncio
 import json
 import math
+import signal
+import subprocess
+import sys
 import threading
+import time
 from array import array
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fleetfoot.cli.bench_client import Sample
+from fleetfoot.cli.bench_client import Conversation, Load, Sample, Turn, _Client
 from fleetfoot.cli.bench_load import Lengths
 from fleetfoot.cli.bench_serve import Outcome, Shape, read_trace, results
 from fleetfoot.cli.command import UsageError
@@ -50,6 +55,7 @@ class OpenAI(ThreadingHTTPServer):
         self.headers: list[dict[str, str]] = []
         self.profiles: list[tuple[str, str, int]] = []
         self.fails_after = math.inf
+        self.is_asked, self.delay_s = threading.Event(), 0.0
         self.streams: list[list[Any]] = []
         """Events of the next requests, in place of the tokens that were asked for."""
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -75,6 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
         self.server.headers.append(dict(self.headers))
+        self.server.is_asked.set()
+        time.sleep(self.server.delay_s)
         if len(self.server.bodies) > self.server.fails_after:
             self._send(503, b'{"error": {"message": "too much"}}')
             return
@@ -191,6 +199,7 @@ ROLE = {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reas
 
 
 ENDS = {"choices": [{"text": "", "finish_reason": "stop"}]}
+USED = {"prompt_tokens": 7, "completion_tokens": 5}
 STREAMS: list[tuple[list[Any], int | None]] = [
     ([ENDS], 1),
     ([ROLE, {"choices": [{"delta": {}, "finish_reason": "length"}]}], 1),
@@ -199,6 +208,10 @@ STREAMS: list[tuple[list[Any], int | None]] = [
     ([ROLE], None),
     ([ROLE, {"choices": [], "usage": {"completion_tokens": 0}}], None),
     ([{"choices": [{"text": "a"}]}, {"error": {"message": "lost"}}], None),
+    ([{"choices": [{"text": "a"}]}, {"id": 1, "error": {"message": "lost"}, "choices": [], "usage": USED}], None),
+    ([{"choices": [{"text": "a"}]}, {"object": "error", "message": "lost"}, {"choices": [], "usage": USED}], None),
+    ([{"choices": [{"text": "a", "finish_reason": "error"}]}, {"choices": [], "usage": USED}], None),
+    ([{"choices": [{"text": '{"error": "a"}', "error": None}]}, {"choices": [], "usage": USED}], 5),
 ]
 """Events, and how many tokens a client counts; None: the request has failed."""
 
@@ -228,14 +241,42 @@ def test_a_server_that_reports_no_usage(
 
 def test_a_stream_without_text_is_judged_by_what_it_says(server: OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
     server.streams = [events for events, _ in STREAMS]
-    flags = "--num-prompts", "8", "--num-warmup", "0", "--max-concurrency", "1", "--save-detailed"
+    flags = "--num-prompts", str(len(STREAMS) + 1), "--num-warmup", "0", "--max-concurrency", "1", "--save-detailed"
     assert main(bench(server, *flags)) == 1
     output, status = capsys.readouterr()
     content = json.loads(output)
     counts = [None if error else count for error, count in zip(content["errors"], content["output_lens"], strict=True)]
     assert counts == [count for _, count in STREAMS] + [5]
-    assert (content["completed"], content["short_outputs"]) == (5, 4)
-    assert "--allow-eos" in status and "lost" in content["errors"][6]
+    assert (content["completed"], content["short_outputs"]) == (6, 4)
+    assert "--allow-eos" in status and all("lost" in error for error in content["errors"][6:9])
+
+
+def test_events_of_other_servers_end_no_conversation(server: OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = [[ROLE, [1], {"choices": None}, {"choices": [{"delta": None}]}, *TEXTS]]
+    server.streams = odd * 2
+    flags = "--endpoint", "chat", "--turns", "2", "--num-prompts", "1", "--num-warmup", "0", "--allow-eos"
+    assert main(bench(server, *flags)) == 0
+    assert server.bodies[1]["messages"][1] == {"role": "assistant", "content": " a b"}
+    assert json.loads(capsys.readouterr().out)["completed"] == 2
+
+
+def test_a_connection_that_takes_too_long_is_a_failed_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connection(_: object) -> None:
+        raise TimeoutError(110, "Connection timed out")
+
+    monkeypatch.setattr(_Client, "_connection", connection)
+    client = _Client(Load("http://127.0.0.1:1/v1", {}, 1, [Conversation(0, [Turn(b"{}", 1)])], 5.0), 0.0)
+    asyncio.run(client.run())
+    assert "Connection timed out" in client.samples[0].error
+
+
+def test_a_signal_ends_the_load(server: OpenAI) -> None:
+    server.delay_s = 30.0
+    words = [sys.executable, "-m", "fleetfoot", *bench(server, "--num-warmup", "0")]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        assert server.is_asked.wait(60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
 
 
 @pytest.mark.parametrize(

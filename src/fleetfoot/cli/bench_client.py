@@ -32,8 +32,12 @@ _FIRST_TEXT = re.compile(
 )
 """In the first event that has a token. The event before it, which has the role alone, has none. Tokens may have no
 text: then the first event is the one that ends the choice."""
-_ERROR = re.compile(rb'^(?:(?:data: ?)?\{"error": ?[^n]|error: ?\{).*', re.M)
-"""A line of a stream that fails; the second form is that of llama.cpp."""
+_ERROR = re.compile(
+    rb'^(?:event: ?error\b.*\r?\n?|error: ?\{|(?:data: ?)?\{(?:"error": ?[^n]|.*'
+    rb'(?:"error": ?[{"]|"object": ?"error"|"finish_reason": ?"error"))).*',
+    re.M,
+)
+"""What a stream that fails says: an event of this type, a line of llama.cpp's, or an event with an error in it."""
 _TOKENS = re.compile(rb'"completion_tokens": ?[1-9]')
 _USAGE = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)": ?(\d+)')
 _TAIL = 16
@@ -234,8 +238,9 @@ class _Connection(asyncio.Protocol):
         words = []
         for line in b"".join(self._parts).split(b"\n"):
             if line.startswith(b"data:") and b"[DONE]" not in line:
-                choices = msgspec.json.decode(line[len(b"data:") :]).get("choices", ())
-                words += [one.get("text") or (one.get("delta") or {}).get("content") or "" for one in choices]
+                event = msgspec.json.decode(line[len(b"data:") :])
+                choices = event.get("choices") if isinstance(event, dict) else None
+                words += [one.get("text") or (one.get("delta") or {}).get("content") or "" for one in choices or ()]
         return "".join(words)
 
 
@@ -302,18 +307,19 @@ class _Client:
     async def _send(self, body: bytes, sample: Sample, *, keeps_text: bool) -> str:
         self._num_running += 1
         self._num_sent += 1
+        connection = None
         try:
-            connection = await self._connection()
             async with asyncio.timeout(self._load.timeout_s):
+                connection = await self._connection()
                 await connection.begin(self._head, body, sample, keeps_text)
             if connection.is_open:
                 self._idle.append(connection)
             return connection.text() if keeps_text and not sample.error else ""
-        except TimeoutError:
-            connection.close()
-            sample.error = f"no end after {self._load.timeout_s:g} s"
-        except (OSError, ValueError) as error:
-            sample.error = f"{type(error).__name__}: {error}"
+        except (OSError, ValueError) as error:  # a connection's own time limit, too
+            words = f"{type(error).__name__}: {error}"
+            sample.error = words if str(error) else f"no end after {self._load.timeout_s:g} s"
+            if connection is not None:
+                connection.close()
         finally:
             if sample.due < 0:
                 sample.due = sample.sent

@@ -242,7 +242,11 @@ def run_processes(
         for process in processes:
             write_to(process, struct.pack("<d", begin))
         with ThreadPoolExecutor(count) as threads:
-            finished = list(threads.map(lambda process: _follow(process, on_progress), processes))
+            try:
+                finished = list(threads.map(lambda process: _follow(process, on_progress), processes))
+            finally:
+                for process in processes:
+                    process.kill()  # after SIGTERM, too: the threads read to the end
     finally:
         for process in processes:
             process.kill()
