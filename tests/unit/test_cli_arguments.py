@@ -13,6 +13,7 @@ from tests.helpers.commands import CommandRunner
 from fleetfoot import __version__
 from fleetfoot.cli import arguments, generate
 from fleetfoot.cli.command import UsageError
+from fleetfoot.cli.main import make_parser
 from fleetfoot.compat.arguments import FlexibleArgumentParser
 from fleetfoot.config.engine import UNSUPPORTED, EngineConfig
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
@@ -254,3 +255,9 @@ def test_a_worker_names_what_it_waits_for(
     flags = ["--nnodes", "2", "--tensor-parallel-size", "2", "--master-addr", "10.0.0.1"]
     run(*words, *flags, "--node-rank", "1")
     assert run.err == "this is node 1 of 2, and waits for node 0 at 10.0.0.1:29500\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "engine", "worker", "plan"])
+def test_the_seed_of_a_server_is_its_engines_as_in_vllm(command: str) -> None:
+    for flag in ("--seed", "--engine-seed"):
+        assert arguments.given_settings(make_parser().parse_args([command, "m", flag, "3"]))["seed"] == 3

@@ -30,16 +30,21 @@ def _given(arguments: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 
 def add_engine_arguments(
-    parser: argparse.ArgumentParser, *, leave_out: Collection[str] = (), takes_model: bool = False
+    parser: argparse.ArgumentParser,
+    *,
+    leave_out: Collection[str] = (),
+    takes_model: bool = False,
+    takes_seed: bool = False,
 ) -> None:
     """Add a flag for each field of `EngineConfig`. ``leave_out``: fields that do not apply to the command;
-    ``takes_model``: whether the model can also be given as a positional argument."""
+    ``takes_model``: whether the model can also be given as a positional argument; ``takes_seed``: whether --seed is the
+    engine's, as in vLLM's server. Elsewhere it is that of a request, or of a benchmark."""
     group = parser.add_argument_group("engine")
     own = {"seed", *leave_out, *(["chat_template"] if "--chat-template" in parser._option_string_actions else [])}
     for field in dataclasses.fields(EngineConfig):
         options = {"dest": _ENGINE + field.name, "default": argparse.SUPPRESS, **flag_options(field)}
         if field.name == "seed":
-            group.add_argument("--engine-seed", **options)  # --seed is the sampling seed of a request
+            group.add_argument("--engine-seed", *(["--seed"] if takes_seed else []), **options)
         elif field.name == "model" and takes_model:
             own.add("model")
             parser.add_argument(nargs="?", action=_ModelAction, **options | {"metavar": "MODEL"})

@@ -115,7 +115,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     size("--cpu-memory", help="that programs can take: 16GiB, 16GB, or 16 for GiB")
     text = "whether its GPU has Triton (default: on)"
     machine.add_argument("--triton", action=argparse.BooleanOptionalAction, help=text)
-    add_engine_arguments(parser, takes_model=True)
+    add_engine_arguments(parser, takes_model=True, takes_seed=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:

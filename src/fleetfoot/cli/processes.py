@@ -58,7 +58,7 @@ def _check_variables() -> None:
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_listen_arguments(parser)
     _add_key_flag(parser)
-    add_engine_arguments(parser, takes_model=True)
+    add_engine_arguments(parser, takes_model=True, takes_seed=True)
 
 
 def _run_engine(arguments: argparse.Namespace) -> int:
@@ -123,7 +123,7 @@ def _run_worker(arguments: argparse.Namespace) -> int:
 _ENGINE_HELP = "run an engine behind a port, for a proxy or a client in Python"
 _PROXY_HELP = "prefill on one engine, decode on another"
 _WORKER_HELP = "run the workers of a machine that is not an engine's first"
-_add_worker_flags = partial(add_engine_arguments, takes_model=True)
+_add_worker_flags = partial(add_engine_arguments, takes_model=True, takes_seed=True)
 
 ENGINE = Command("engine", _ENGINE_HELP, _add_engine_flags, _run_engine, _ENGINE_EPILOG, "[MODEL] ")
 PROXY = Command("proxy", _PROXY_HELP, _add_proxy_flags, _run_proxy, _PROXY_EPILOG)

@@ -42,9 +42,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     text = "no server: run the workers of a machine that is not the first (--nnodes, --node-rank, --master-addr)"
     parser.add_argument("--headless", action="store_true", help=text)
-    add_engine_arguments(
-        parser, takes_model=True, leave_out=("served_model_name", "reasoning_parser", "otlp_traces_endpoint")
-    )
+    leave_out = "served_model_name", "reasoning_parser", "otlp_traces_endpoint"
+    add_engine_arguments(parser, takes_model=True, takes_seed=True, leave_out=leave_out)
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
