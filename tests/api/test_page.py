@@ -185,20 +185,36 @@ XSS = [
     '**<math><mtext></mtext><mglyph><svg><mtext><style><path id="</style><img onerror=window.hacked=1 src>">**',
 ]
 
+CODE = (
+    '<div class="code"><span class="faint">{}</span><button type="button" class="quiet copy">Copy</button>'
+    '<pre tabindex="0"><code>{}</code></pre></div>'
+)
 MARKDOWN = {
     "# A *b*": "<h3>A <em>b</em></h3>",
     "a **b** `c*d*` ~~e~~": "<p>a <strong>b</strong> <code>c*d*</code> <del>e</del></p>",
     "snake_case_name and 2*3*4": "<p>snake_case_name and 2<em>3</em>4</p>",
-    "1. a\n2. b\n   - c\n   - d": '<ol start="1"><li>a</li><li><p>b</p><ul><li>c</li><li>d</li></ul></li></ol>',
-    "a | b | c\n--- | -: | :-:\n1 | 2 | 3": (
+    "1. a\n2. b\n   - c\n   - d": (
+        '<ol dir="auto" start="1"><li>a</li><li><p>b</p><ul dir="auto"><li>c</li><li>d</li></ul></li></ol>'
+    ),
+    "a | b | c\n--- | -: | :-:\n1 | 2 | `3\\|4`": (
         '<div class="scroll" tabindex="0"><table>'
         '<thead><tr><th>a</th><th class="right">b</th><th class="center">c</th></tr></thead>'
-        '<tbody><tr><td>1</td><td class="right">2</td><td class="center">3</td></tr></tbody></table></div>'
+        '<tbody><tr><td>1</td><td class="right">2</td><td class="center"><code>3|4</code></td></tr></tbody>'
+        "</table></div>"
     ),
     "> a\n> b": "<blockquote><p>a\nb</p></blockquote>",
     "a  \nb": "<p>a<br>b</p>",
     "\\*a\\*": "<p>*a*</p>",
     "x\n\n---": "<p>x</p><hr>",
+    "1. a\n   ```py\n   if b:\n\n     c\n   ```\n2. d\n\ne": (
+        f'<ol dir="auto" start="1"><li><p>a</p>{CODE.format("py", "if b:" + chr(10) * 2 + "  c")}</li>'
+        "<li>d</li></ol><p>e</p>"
+    ),
+    "- a\n\n- b\n\n1. c": '<ul dir="auto"><li>a</li><li>b</li></ul><ol dir="auto" start="1"><li>c</li></ol>',
+    "```a``` b": "<p><code>a</code> b</p>",
+    "[a](https://b.example/c_(d)) e": (
+        '<p><a href="https://b.example/c_(d)" rel="noopener noreferrer nofollow" target="_blank">a</a> e</p>'
+    ),
     "": "",
 }
 
@@ -404,6 +420,24 @@ def test_conversations_are_exported_and_imported_and_files_are_checked(tab: Page
 
 
 @needs_browser
+def test_long_calls_scroll_alone_and_hebrew_begins_at_the_right(tab: Page) -> None:
+    call = {"id": "1", "name": "search", "arguments": json.dumps({"query": "words of a query " * 40})}
+    hebrew = "\u05e9\u05dc\u05d5\u05dd, Fleetfoot!\n\n- \u05d0\n\n```\nx = 1\n```"
+    nodes = [
+        {"role": "user", "parent": -1, "content": hebrew},
+        {"role": "assistant", "parent": 0, "content": hebrew, "toolCalls": [call]},
+    ]
+    upload(tab, json.dumps({"nodes": nodes}))
+    log = "document.getElementById('messages')"
+    for width in (360, 1280):
+        tab.resize(width, 800)
+        assert tab.run(f"{log}.scrollWidth <= {log}.clientWidth"), width
+    direction = "getComputedStyle(document.querySelector('article.assistant ' + {})).direction"
+    found = [tab.run(direction.format(json.dumps(one))) for one in ("p", "ul", ".code pre", ".call")]
+    assert found == ["rtl", "rtl", "ltr", "ltr"]
+
+
+@needs_browser
 def test_markdown_is_text_and_known_elements_alone(tab: Page, watched: RunningServer) -> None:
     render = (
         f"import('{watched.url}/page/markdown.js').then(({{markdown}}) => {{ "
@@ -434,7 +468,7 @@ def test_markdown_is_text_and_known_elements_alone(tab: Page, watched: RunningSe
         ),
         *("th", "td", "ul", "ol", "li", "blockquote", "hr", "h3", "h4", "h5", "h6", "h7", "h8"),
     }
-    names = {"class", "type", "tabindex", "href", "rel", "target", "start"}
+    names = {"class", "type", "tabindex", "href", "rel", "target", "start", "dir"}
     for text in XSS:
         _, shown, elements = tab.run(render.replace("TEXT", json.dumps(text)))
         for name, *attributes in elements:

@@ -337,7 +337,7 @@ export class Chat {
 
   edit(index) {
     const node = this.current.nodes[index];
-    const box = make("textarea", { value: node.content, rows: 4, ariaLabel: "Edit the message" });
+    const box = make("textarea", { value: node.content, rows: 4, dir: "auto", ariaLabel: "Edit the message" });
     const done = () => this.show();
     const apply = () => {
       if (node.role === "assistant") {
@@ -426,16 +426,16 @@ export class Chat {
 
   body(index) {
     const node = this.current.nodes[index];
-    const body = make("div", { className: "body" });
+    const body = make("div", { className: "body", dir: "auto" });
     if (node.reasoning) {
-      const details = make("details", { open: !node.content }, make("summary", {}, "Reasoning"), ...markdown(node.reasoning));
+      const details = make("details", { open: !node.content, dir: "auto" }, make("summary", { dir: "ltr" }, "Reasoning"), ...markdown(node.reasoning));
       body.append(details);
     }
     if (node.tokens?.length && $("logprobs").checked) body.append(this.coloured(node.tokens));
     else if (node.role === "user" || node.role === "tool") body.append(make("p", { className: "plain" }, node.content));
     else body.append(...markdown(node.content));
     for (const call of node.toolCalls ?? []) body.append(this.toolCall(index, call));
-    if (node.note) body.append(make("p", { className: "faint note" }, node.note));
+    if (node.note) body.append(make("p", { className: "faint note", dir: "ltr" }, node.note));
     else if (node.role === "assistant" && this.running) body.append(make("span", { className: "caret", ariaHidden: "true" }));
     return body;
   }
@@ -457,7 +457,7 @@ export class Chat {
     } catch {
       // still arriving, or no JSON: as it is
     }
-    const box = make("div", { className: "call" }, make("strong", {}, `${call.name}`), make("pre", { tabIndex: 0 }, shown));
+    const box = make("div", { className: "call", dir: "ltr" }, make("strong", {}, `${call.name}`), make("pre", { tabIndex: 0 }, shown));
     const isAnswered = this.current.nodes.some((node) => node.toolCallId === call.id);
     if (!this.running && !isAnswered) {
       const result = make("textarea", { rows: 2, placeholder: "The tool's result", ariaLabel: `Result of ${call.name}` });

@@ -14,7 +14,7 @@ const INLINE = [
   [/^(`{1,8})(?!`)([^`]|[^`][\s\S]{0,2000}?[^`])\1(?!`)/, (found) => element("code", [found[2].trim()])],
   [/^`+/, (found) => found[0]],
   [/^\\([\\`*_{}[\]()#+\-.!|~>])/, (found) => found[1]],
-  [/^!?\[([^\]\n]{0,500})\]\( {0,9}<?([^\s<>)]{0,2000})>?(?: {1,9}"[^"\n]{0,500}")? {0,9}\)/, (found, depth) => link(found[2], inline(found[1] || found[2], depth))],
+  [/^!?\[([^\]\n]{0,500})\]\( {0,9}<?((?:[^\s<>()]|\([^\s<>()]{0,200}\)){0,2000})>?(?: {1,9}"[^"\n]{0,500}")? {0,9}\)/, (found, depth) => link(found[2], inline(found[1] || found[2], depth))],
   [/^<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>/i, (found) => link(found[1], [found[1]])],
   [/^(\*\*|__)(?=[^\s*_])([\s\S]{0,1000}?\S)\1/, (found, depth) => element("strong", inline(found[2], depth))],
   [/^~~(?=[^\s~])([\s\S]{0,1000}?\S)~~/, (found, depth) => element("del", inline(found[1], depth))],
@@ -69,7 +69,7 @@ function inline(text, depth = 0) {
   return nodes;
 }
 
-const FENCE = /^ {0,3}(```+|~~~+)\s*([\w+#.-]*)/;
+const FENCE = /^ {0,3}(`{3,}(?!.*`)|~~~+)\s*([\w+#.-]*)/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 
 function codeBlock(lines, language) {
@@ -83,7 +83,7 @@ function codeBlock(lines, language) {
 }
 
 function table(lines) {
-  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim());
+  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
   const sides = cells(lines[1]).map((cell) => (/^:-*:$/.test(cell) ? "center" : cell.endsWith(":") && "right"));
   const place = (index) => (sides[index] ? { className: sides[index] } : {});
   const row = (line, kind) => element("tr", cells(line).map((cell, index) => element(kind, inline(cell), place(index))));
@@ -102,7 +102,8 @@ function list(lines, depth) {
     if (found && found[1].length <= indent + 1) items.push([found[3]]);
     else items.at(-1).push(line.slice(Math.min(line.search(/\S|$/), indent + 2)));
   }
-  const made = element(isOrdered ? "ol" : "ul", items.map((item) => element("li", item.length > 1 ? blocks(item, depth + 1) : inline(item[0]))));
+  for (const item of items) while (item.length > 1 && !item.at(-1).trim()) item.pop();
+  const made = element(isOrdered ? "ol" : "ul", items.map((item) => element("li", item.length > 1 ? blocks(item, depth + 1) : inline(item[0]))), { dir: "auto" });
   if (isOrdered) made.start = Math.min(parseInt(first[2], 10), 1e6);
   return made;
 }
@@ -112,7 +113,7 @@ function blocks(lines, depth = 0) {
   let index = 0;
   const takeWhile = (test) => {
     const begin = index;
-    while (index < lines.length && test(lines[index])) index += 1;
+    while (index < lines.length && test(lines[index], index)) index += 1;
     return lines.slice(begin, index);
   };
   while (index < lines.length) {
@@ -125,7 +126,8 @@ function blocks(lines, depth = 0) {
       index += 1;
       const content = takeWhile((other) => !(other.trim().startsWith(fence[1]) && !other.trim().slice(fence[1].length).trim()));
       index += 1;
-      nodes.push(codeBlock(content, fence[2]));
+      const indent = line.search(/\S/);
+      nodes.push(codeBlock(content.map((other) => other.slice(Math.min(other.search(/\S|$/), indent))), fence[2]));
     } else if (heading) {
       index += 1;
       nodes.push(element(`h${Math.min(6, heading[1].length + 2)}`, inline(heading[2].trim().replace(/ #{1,9}$/, ""))));
@@ -135,7 +137,15 @@ function blocks(lines, depth = 0) {
     } else if (/^ {0,3}>/.test(line) && depth < 8) {
       nodes.push(element("blockquote", blocks(takeWhile((other) => /^ {0,3}>/.test(other)).map((other) => other.replace(/^ {0,3}> ?/, "")), depth + 1)));
     } else if (ITEM.test(line) && depth < 8) {
-      const content = takeWhile((other) => ITEM.test(other) || (/^\s{2,}\S/.test(other)));
+      const isOrdered = (item) => /^\s*\d/.test(item);
+      // after an empty line, too: code of an item, or the next item
+      const goesOn = (other) => /^\s{2,}\S/.test(other) || (ITEM.test(other) && isOrdered(other) === isOrdered(line));
+      let next = index;
+      const content = takeWhile((other, at) => {
+        if (other.trim()) return ITEM.test(other) || /^\s{2,}\S/.test(other);
+        for (next = Math.max(next, at); next < lines.length && !lines[next].trim();) next += 1;
+        return next < lines.length && goesOn(lines[next]);
+      });
       nodes.push(list(content, depth));
     } else if (line.includes("|") && below.length < 1000 && /^\|?( *:?-+:? *\|)* *:?-+:? *\|?$/.test(below)) {
       nodes.push(table(takeWhile((other) => other.includes("|") || /^[\s:|-]+$/.test(other) && other.trim())));
