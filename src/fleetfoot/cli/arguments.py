@@ -38,7 +38,7 @@ def add_engine_arguments(
 ) -> None:
     """Add a flag for each field of `EngineConfig`. ``leave_out``: fields that do not apply to the command;
     ``takes_model``: whether the model can also be given as a positional argument; ``takes_seed``: whether --seed is the
-    engine's, as in vLLM's server. Elsewhere it is that of a request, or of a benchmark."""
+    engine's, not a request's or a benchmark's."""
     group = parser.add_argument_group("engine")
     own = {"seed", *leave_out, *(["chat_template"] if "--chat-template" in parser._option_string_actions else [])}
     for field in dataclasses.fields(EngineConfig):

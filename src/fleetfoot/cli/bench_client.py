@@ -33,10 +33,9 @@ _FIRST_TEXT = re.compile(
 """In the first event that has a token. The event before it, which has the role alone, has none. Tokens may have no
 text: then the first event is the one that ends the choice."""
 _ERROR = re.compile(
-    rb'^(?:event: ?error\b.*\r?\n?|error: ?\{|(?:data: ?)?\{(?:"error": ?[^n]|.*'
-    rb'(?:"error": ?[{"]|"object": ?"error"|"finish_reason": ?"error"))).*',
-    re.M,
-)
+    rb'^(?:event: ?error\b.*\r?\n?|error: ?\{|(?:data: ?)?\{(?:"error": ?[^n]|.*"(?:error": ?[{"]|object": ?"error"|'
+    rb'finish_reason": ?"error"))).*', re.M
+)  # fmt: skip
 """What a stream that fails says: an event of this type, a line of llama.cpp's, or an event with an error in it."""
 _TOKENS = re.compile(rb'"completion_tokens": ?[1-9]')
 _USAGE = re.compile(rb'"(prompt_tokens|completion_tokens|cached_tokens)": ?(\d+)')
@@ -316,8 +315,8 @@ class _Client:
                 self._idle.append(connection)
             return connection.text() if keeps_text and not sample.error else ""
         except (OSError, ValueError) as error:  # a connection's own time limit, too
-            words = f"{type(error).__name__}: {error}"
-            sample.error = words if str(error) else f"no end after {self._load.timeout_s:g} s"
+            late = f"no end after {self._load.timeout_s:g} s"
+            sample.error = f"{type(error).__name__}: {error}" if str(error) else late
             if connection is not None:
                 connection.close()
         finally:
