@@ -387,6 +387,24 @@ def upload(tab: Page, text: str) -> str:
 
 
 @needs_browser
+def test_chats_of_another_tab_are_kept(tab: Page) -> None:
+    store = "JSON.parse(localStorage.getItem('fleetfoot.conversations'))"
+    tab.press("k", 2)  # a new chat
+    say(tab, "Of this tab")
+    tab.until(f"document.querySelectorAll('article').length == 2 && {DONE}")
+    other = {"id": "other", "title": "Of another tab", "nodes": [{"role": "user", "parent": -1, "content": "x"}]}
+    tab.run(
+        f"localStorage.setItem('fleetfoot.conversations', JSON.stringify([{json.dumps(other)}, ...{store}])); "
+        "dispatchEvent(new StorageEvent('storage', {key: 'fleetfoot.conversations'}))"
+    )
+    say(tab, "More")
+    tab.until(f"document.querySelectorAll('article').length == 4 && {DONE}")
+    kept = tab.run(f"{store}.map(one => [one.title, one.nodes.length])")
+    assert kept[:2] == [["Of another tab", 1], ["Of this tab", 4]]
+    assert tab.run(f"{store}[0].id") == "other"
+
+
+@needs_browser
 def test_conversations_are_exported_and_imported_and_files_are_checked(tab: Page) -> None:
     hostile = "<img src=x onerror=window.hacked=1> **b**"
     nodes = [

@@ -72,6 +72,7 @@ export class Chat {
     $("export").addEventListener("click", () => this.exportAll());
     $("import").addEventListener("click", () => $("import-file").click());
     $("import-file").addEventListener("change", () => this.importFile());
+    addEventListener("storage", (event) => event.key === STORE && this.adopt());
     this.show();
   }
 
@@ -80,11 +81,25 @@ export class Chat {
   load() {
     let found = [];
     try {
-      found = JSON.parse(localStorage.getItem(STORE) ?? "[]").map(checked).filter(Boolean);
+      const stored = JSON.parse(localStorage.getItem(STORE) ?? "[]");
+      found = stored.flatMap((one) => {
+        const known = checked(one);
+        return known ? [Object.assign(known, typeof one.id === "string" ? { id: one.id } : {})] : [];
+      });
     } catch {
       found = [];
     }
     return found.length ? found : [newConversation()];
+  }
+
+  // What another tab has kept, and the conversation that is shown here.
+  adopt() {
+    const found = this.load().filter((one) => one.nodes.length);
+    const place = found.findIndex((one) => one.id === this.current.id);
+    if (place < 0) found.unshift(this.current);
+    else found[place] = this.current;
+    this.conversations = found;
+    this.showList();
   }
 
   save() {
@@ -383,6 +398,10 @@ export class Chat {
     log.replaceChildren(...path.map((index) => this.article(index)));
     if (!path.length) log.append(make("p", { className: "faint empty" }, "Ask something. What is said stays in this browser."));
     log.scrollTop = log.scrollHeight;
+    this.showList();
+  }
+
+  showList() {
     $("conversations").replaceChildren(
       ...this.conversations.map((one) => {
         const open = make("button", { type: "button", className: "quiet title", onclick: () => this.choose(one) }, one.title);
