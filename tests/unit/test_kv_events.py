@@ -200,6 +200,8 @@ def test_settings() -> None:
     assert KVEventsConfig().endpoint.startswith("tcp://127.0.0.1:") and not KVEventsConfig().is_active
     with pytest.raises(ValueError, match="replay_endpoint"):
         KVEventsConfig(replay_endpoint="5557")
+    with pytest.raises(ValueError, match="65535"):
+        KVEventsConfig(endpoint="tcp://127.0.0.1:65535").moved(1)  # ZMQ would listen on port 0
     with pytest.raises(FieldError) as refusal:
         EngineConfig(kv_events_config=config, enable_prefix_caching=False)
     assert refusal.value.field == "kv_events_config"

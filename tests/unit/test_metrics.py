@@ -82,6 +82,7 @@ def test_the_text_is_what_prometheus_parses() -> None:
             ("cache_config_info", 'b"'): 1,
             ("request_success_total", "stop"): 4,
             ("request_success_total", "length"): 5,
+            **{("request_success_total", reason): 0 for reason in ("abort", "error")},
             ("inter_token_latency_seconds_bucket", "0.001"): 1,
             ("inter_token_latency_seconds_bucket", "0.5"): 2,
             ("inter_token_latency_seconds_bucket", "+Inf"): 6,

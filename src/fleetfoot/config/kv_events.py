@@ -47,7 +47,9 @@ class KVEventsConfig(JSONSettings):
         JSONSettings.__post_init__(self)
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
-            if value is not None and not (value.startswith("ipc://") or _TCP.fullmatch(value)):
+            if (match := _TCP.fullmatch(value or "")) is not None and int(match[2]) > 65535:
+                raise ValueError(f"kv_events_config: {name} is {value!r}; its port can be at most 65535")
+            if value is not None and match is None and not value.startswith("ipc://"):
                 raise ValueError(f"kv_events_config: {name} is {value!r}; it must be tcp://HOST:PORT or ipc://PATH")
 
     @property

@@ -18,6 +18,8 @@ _GAUGES = {
     "expert_balancedness_least": "The same of the layer with the least.",
     "expert_balancedness_expected": "The same of all layers where the rebalancing has placed experts.",
 }
+_REASONS = "stop", "length", "abort", "error"
+"""Counted from 0 on, as in vLLM: an increase from nothing to 1 is none to Prometheus."""
 _COUNTERS = {
     "num_preemptions": "Requests that lost their KV blocks to others.",
     "prompt_tokens": "Prompt tokens.",
@@ -128,7 +130,8 @@ def _lines(engines: Iterable[tuple[tuple[str, str], Mapping[str, Any]]]) -> Iter
     if any("finished" in values for _, values in engines):
         yield from _header("request_success_total", "counter", "Requests that have ended.")
     for labels, values in engines:
-        for reason, count in sorted(values.get("finished", {}).items()):
+        counts = dict.fromkeys(_REASONS, 0) | values["finished"] if "finished" in values else {}
+        for reason, count in sorted(counts.items()):
             yield _sample("request_success_total", labels, count, f'finished_reason="{_escaped(reason)}",')
     for name, text in (_HISTOGRAMS | _old_texts("histograms")).items():
         samples = [(labels, values.get("histograms", {}).get(name)) for labels, values in engines]
