@@ -247,7 +247,9 @@ def test_python_m_runs_the_command() -> None:
     assert (done.returncode, done.stdout.split()[0]) == (0, "fleetfoot")
 
 
-@pytest.mark.parametrize("words", [["worker"], ["serve", "--headless", "--uvicorn-log-level", "info"]])
+@pytest.mark.parametrize(
+    "words", [["worker"], ["serve", "--headless", "--uvicorn-log-level", "info", "--enable-server-load-tracking"]]
+)
 def test_a_worker_names_what_it_waits_for(
     words: list[str], run: CommandRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

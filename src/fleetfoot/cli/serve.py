@@ -129,6 +129,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     text = "names that the Host header may have on a loopback address, besides localhost, as behind a proxy; '*': any"
     add("--allowed-hosts", type=_names, default=(), metavar="LIST", help=text)
     add("--allow-credentials", action="store_true", help="they may send cookies and other credentials")
+    for name in ("prompt-tokens-details", "server-load-tracking", "request-id-headers"):
+        add(f"--enable-{name}", action="store_true", help=argparse.SUPPRESS)  # vLLM's: it is always so
     add("--uvicorn-log-level", metavar="LEVEL", help="no effect: --verbose logs more")
     add("--disable-uvicorn-access-log", action="store_true", help="no effect: --access-log is needed to log requests")
     add("--log-format", choices=("text", "json"), default="text", help="of the log on standard error (default: text)")
