@@ -138,7 +138,7 @@ def test_a_piped_prompt_and_a_file_of_tokens(run: Command, pipe: Pipe, tmp_path:
     [
         (["--prompt", "a", "--allowed-token-ids", "99999"], "allowed_token_ids names tokens [99999]"),
         (["--prompt", "a", "--logprobs", "500"], "logprobs must be at most 20, got 500"),
-        (["--prompt", "a b c d e f g", "--max-model-len", "4"], "max_model_len=4"),
+        (["--prompt", "a b c d e f g", "--max-model-len", "4"], "length is 4 tokens (max_model_len)"),
         (["--prompt", "a", "--max-model-len", "999999"], "set max_model_len to at most"),
         (["--prompt", "a", "--skip-tokenizer-init"], "prompt is a text, and this engine has no tokenizer"),
         (["--prompt", "a", "--model", "/no/such/model"], "no such folder"),
