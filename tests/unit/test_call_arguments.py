@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from fleetfoot.engine.chat_messages import template_message
 from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.completion import completion
-from fleetfoot.parsers.json_values import MAX_DEPTH
 from fleetfoot.parsers.registry import TOOL_FORMATS, MessageFormat
+from fleetfoot.parsers.typed import MAX_DEPTH
 
 TOOLS = [Tool("run", {"properties": {"command": {"type": "string"}, "a": {}, "b": {"type": "array"}}}), Tool("now")]
 SPECIALS = {"<|channel|>": 1, "<|message|>": 2, "<|start|>": 3, "<|end|>": 4, "<|call|>": 5, "<|constrain|>": 6}
@@ -131,6 +131,7 @@ NO_VALUES = [
     "a='x' 1",
     "a=" + "9" * 5000,
     "a=" + "[" * 5000 + "]" * 5000,
+    "a=" + "[" * MAX_DEPTH + "]" * MAX_DEPTH,
 ]
 
 
@@ -259,6 +260,19 @@ WRAPPERS = [
 def test_a_value_of_any_type_is_no_arithmetic(value, expected):
     ((_, arguments),) = parse("deepseek_v4", [dict(WRAPPERS)["deepseek_v4"] % value])[1]
     assert json.loads(arguments) == {"a": expected}
+
+
+@pytest.mark.parametrize("tools", ["deepseek_v4", "glm45", "pythonic"])
+@pytest.mark.parametrize("number", ["1", "True"])
+def test_a_value_is_as_deep_as_others_can_be(tools, number):
+    deep, too_deep = ("[" * depth + number + "]" * depth for depth in (MAX_DEPTH - 1, MAX_DEPTH))
+    prefix = "a=" * (tools == "pythonic")
+    ((_, arguments),) = parse(tools, [dict(WRAPPERS)[tools] % (prefix + deep)])[1]
+    (value,) = json.loads(arguments).values()
+    assert json.dumps(value) == deep.lower()
+    if tools != "pythonic":
+        ((_, arguments),) = parse(tools, [dict(WRAPPERS)[tools] % too_deep])[1]
+        assert list(json.loads(arguments).values()) == [too_deep]
 
 
 @settings(max_examples=120, deadline=None)

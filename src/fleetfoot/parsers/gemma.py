@@ -11,9 +11,9 @@ from typing import Any
 
 from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.grammar import Rules, arguments_schema, definitions, members, text_terminal
-from fleetfoot.parsers.json_values import MAX_DEPTH, read_json, read_string
+from fleetfoot.parsers.json_values import read_json, read_string
 from fleetfoot.parsers.reader import Markers, Reader, Sink, Wait, Writer, skip_one_of, skip_text
-from fleetfoot.parsers.typed import argument_variants, json_text, python_value, types_of
+from fleetfoot.parsers.typed import MAX_DEPTH, argument_variants, json_text, python_value, types_of
 
 _CALL = "call:"
 _KEY_CHARACTERS = "_-.$/@ "

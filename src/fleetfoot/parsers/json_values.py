@@ -9,10 +9,8 @@ from typing import cast
 
 from fleetfoot.parsers.completion import completion
 from fleetfoot.parsers.reader import Reader, Sink, Wait
-from fleetfoot.parsers.typed import json_text, python_value
+from fleetfoot.parsers.typed import MAX_DEPTH, json_text, python_value
 
-MAX_DEPTH = 200
-"""Brackets around a value. Readers of JSON have such a limit, too."""
 _MAX_SCALAR = 300
 """Characters of a number or a word."""
 _CLOSERS = {"{": "}}", "[": "]]", "(": ")]"}

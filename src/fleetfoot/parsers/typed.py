@@ -10,6 +10,8 @@ from fleetfoot.parsers.base import Tool
 from fleetfoot.parsers.literals import python_literal
 from fleetfoot.utils.json_schema import find
 
+MAX_DEPTH = 200
+"""Brackets around a value. Readers of JSON have such a limit, too."""
 _CHECKS: dict[str, Any] = {
     "null": lambda value: value is None,
     "boolean": lambda value: isinstance(value, bool),
@@ -130,9 +132,18 @@ def literal(text: str, *, is_code: bool = True) -> Any:
     try:
         value = json.loads(text, strict=False)
         json.dumps(value, allow_nan=False)
-        return value
     except (ValueError, RecursionError):
-        return python_literal(text, is_code=is_code)
+        value = python_literal(text, is_code=is_code)
+    _check_depth(value, MAX_DEPTH - 1)
+    return value
+
+
+def _check_depth(value: Any, most: int) -> None:
+    if isinstance(value, list | dict):
+        if not most:
+            raise ValueError("too deep")
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_depth(part, most - 1)
 
 
 def json_text(value: Any) -> str:
