@@ -78,7 +78,8 @@ def join_cluster() -> None:
     except ImportError as error:
         raise FieldError(_FIELD, "is 'ray', which is not installed: pip install 'fleetfoot[ray]'", "ray") from error
     except (ConnectionError, RuntimeError) as error:
-        text = f"is 'ray', and no cluster can be joined ({error}); start one (ray start --head), or set RAY_ADDRESS"
+        advice = "start one (ray start --head), or set RAY_ADDRESS, and RAY_AUTH_MODE=token if it asks for a token"
+        text = f"is 'ray', and no cluster can be joined ({error}); {advice}"
         raise FieldError(_FIELD, text, "ray") from error
     finally:
         if threading.current_thread() is threading.main_thread():
