@@ -288,6 +288,8 @@ hi<|im_end|>
         ("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}", "[hi][]"),
         ("{{ messages[1].content }}{{ messages[1].tool_calls | tojson }}None", json.dumps(CALLS) + "None"),
         ("{{ '<' + messages[1].content + '>' }}", "<>"),
+        ("{{ messages[1].content.split('x')[-1] }}{{ messages[1].tool_calls | length }}", "1"),
+        ("{% if messages[1].content is not string %}{{ raise_exception('content') }}{% endif %}<>", "<>"),
         ("{{ '<' + messages[1].tool_calls[0].function.arguments + '>' }}", '<{"a": "None"}>'),
     ],
 )

@@ -106,7 +106,7 @@ class ChatTemplate:
         for messages in forms:
             try:
                 rendered = self._template.render(variables, messages=messages)
-            except TypeError:
+            except (TypeError, jinja2.UndefinedError, _TemplateRefusalError):
                 continue
             if "None" in rendered and any(message.get("content") is None for message in messages):
                 empty = self._template.render(variables, messages=_with_empty_content(messages))
