@@ -101,6 +101,7 @@ class HttpSoak:
         self._served = 0  # the version of the last update that has ended
         self._has_files = True  # the weights in use are those of files
         self._changing = asyncio.Lock()
+        self._aborts = False  # a call that aborts requests is under way, and may find those that come meanwhile
         self._ended: list[tuple[str, Live, Answer, int]] = []  # with the version of the weights then
 
     async def run(self, num_requests: int) -> None:
@@ -125,7 +126,7 @@ class HttpSoak:
     async def _request(self, client: httpx.AsyncClient, number: int) -> None:
         case_number = self._rng.randrange(len(self.checker.oracle.cases))
         case: Case = self.checker.oracle.cases[case_number]
-        live = self._live[number] = Live(case_number, self._served)
+        live = self._live[number] = Live(case_number, self._served, may_abort=self._aborts)
         body = {"model": "m", "prompt": case.prompt, **case.fields, "return_token_ids": True}
         body |= {"return_tokens_as_token_ids": True, "priority": self._rng.choice([0, 0, 1, -2])}
         if self._rng.random() < 0.02:
@@ -206,9 +207,9 @@ class HttpSoak:
         rng = self._rng
         kind = rng.choice(["update", "update", "update", "reset_prefix_cache", "sleep", "pause"])
         mode = rng.choice(["drain", "wait", "abort"])
-        if mode == "abort" and kind != "reset_prefix_cache":
-            for live in self._live.values():
-                live.may_abort = True
+        self._aborts = mode == "abort" and kind != "reset_prefix_cache"
+        for live in self._live.values():
+            live.may_abort |= self._aborts
         if kind == "update":
             await self._update(client, mode)
         elif kind == "sleep":
@@ -220,6 +221,7 @@ class HttpSoak:
             await self._call(client, "/resume", {})
         else:
             await self._call(client, "/reset_prefix_cache", {"reset_running_requests": mode == "wait"})
+        self._aborts = False
         self.events[kind] += 1
 
     async def _update(self, client: httpx.AsyncClient, mode: str) -> None:
