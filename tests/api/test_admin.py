@@ -159,3 +159,12 @@ def test_flags_that_cannot_work(
     monkeypatch.delenv("FLEETFOOT_ADMIN_KEY", raising=False)
     assert main(["serve", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_key_from_a_file_with_a_line_break(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEETFOOT_API_KEY", "secret\n")
+    assert main(["serve"]) == 2
+    error = capsys.readouterr().err
+    assert "FLEETFOOT_API_KEY" in error and "line break" in error and "secret" not in error

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,7 +173,8 @@ def server_settings(
     from fleetfoot.server.service import ServiceSettings
 
     keys = [*(arguments.api_key or ()), *([key] if (key := env.api_key()) else [])]
-    _check_keys("--api-key", keys)
+    _check_keys("--api-key", arguments.api_key or ())
+    _check_keys("FLEETFOOT_API_KEY (or VLLM_API_KEY)", keys[len(arguments.api_key or ()) :])
     check_parsers(arguments.tool_call_parser, arguments.reasoning_parser)
     if "" in (names := arguments.served_model_name or ()):
         raise UsageError(f"--served-model-name is {names!r}; each name must have at least one character")
@@ -215,9 +217,11 @@ def server_settings(
     )
 
 
-def _check_keys(flag: str, keys: list[str]) -> None:
+def _check_keys(place: str, keys: Sequence[str]) -> None:
+    if any(key.endswith("\n") for key in keys):
+        raise UsageError(f"{place} ends with a line break, which no client can send; write the key without it")
     if not all(keys) or not all(key.isascii() and key.isprintable() for key in keys):
-        raise UsageError(f"{flag} must hold printable ASCII characters, and not be empty")
+        raise UsageError(f"{place} must hold printable ASCII characters, and not be empty")
 
 
 def _admin_key(arguments: argparse.Namespace, api_keys: list[str]) -> str | None:
@@ -229,7 +233,7 @@ def _admin_key(arguments: argparse.Namespace, api_keys: list[str]) -> str | None
     key = env.admin_key() if arguments.admin_key is None else str(arguments.admin_key)
     if key is None:
         raise UsageError("--enable-admin-routes needs a key: set --admin-key KEY or FLEETFOOT_ADMIN_KEY")
-    _check_keys("--admin-key", [key])
+    _check_keys("--admin-key" if arguments.admin_key is not None else "FLEETFOOT_ADMIN_KEY", [key])
     if key in api_keys:
         raise UsageError("--admin-key is one of the keys of --api-key; choose another one")
     return key
