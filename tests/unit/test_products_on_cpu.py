@@ -12,7 +12,8 @@ from tests.helpers.ops_checks import at_slots
 
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
 from fleetfoot.kernels.elementwise import DeferredRMSNorm
-from fleetfoot.kernels.quantized import scaled_hopper
+from fleetfoot.kernels.linear.roles import InputRole
+from fleetfoot.kernels.quantized import chain, scaled_hopper
 from fleetfoot.kernels.quantized.epilogue import PLAIN_EPILOGUE, Epilogue
 from fleetfoot.kernels.quantized.scaled import FP8, ScaledMatrix, quantize_rows
 from fleetfoot.kernels.quantized.scaled_hopper import ScaledProduct, launch_scaled_hopper
@@ -265,3 +266,16 @@ def test_weights_in_fp8_between_norms(num_rows: int, kind: str) -> None:
     assert error(result.total, scaled_product(x.weighted, weight) * 0.5 + residual.double()) < 4e-3
     assert torch.equal(weighted, (result.total.float() * norm.float()).bfloat16())
     assert error(result.squares.sum(0), result.total.double().square().sum(1)) < 1e-5
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_chain_with_a_gate_in_blocks(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row takes the kernel for Hopper GPUs, several Triton's."""
+    monkeypatch.setattr(chain, "has_hopper_kernel", lambda *_: True)
+    x, _ = deferred(num_rows, 384)
+    weight = scaled_weight(2 * 48, 384, "group", 16)
+    factor = (x.squares.double().sum(0) / 384 + x.eps).rsqrt()[:, None]
+    gate, up = (scaled_product(x.weighted, weight) * factor).chunk(2, dim=1)
+    chained = chain.quantized_chain_triton(weight, InputRole("gated", activation="silu"))
+    assert chained is not None
+    assert error(chained(x), torch.nn.functional.silu(gate) * up) < 6e-3

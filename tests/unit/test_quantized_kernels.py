@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,19 @@ def test_tilings_of_llama() -> None:
             assert by_block.kernel == ("few" if num_rows <= 8 else "tiled" if num_rows <= 512 else "library")
             programs = -(-num_outputs // max(1, by_block.outputs)) * by_block.splits
             assert by_block.kernel == "library" or programs * -(-num_rows // by_block.row_tile) >= 100
+
+
+def test_tilings_of_hopper() -> None:
+    """One row of any form, and up to 8 rows in blocks without a gate, where shared memory holds their inputs."""
+    for num_rows in (1, 2, 8, 9):
+        for num_inputs, columns, gated in product((2048, 14336), (128, 0), (False, True)):
+            sizes = num_rows, 4096, num_inputs, columns or num_inputs, 132
+            found = scaled_tiling(*sizes, hopper=True, gated=gated)
+            of_rows = num_rows <= 8 and columns == 128 and num_inputs == 2048 and not gated
+            assert (found.kernel == "hopper") == (found.product is not None) == (num_rows == 1 or of_rows)
+            assert scaled_tiling(*sizes, gated=gated).product is None
+            if found.product is not None and gated:
+                assert found.product.tiles == 2 and found.outputs == 16
 
 
 @interpreted

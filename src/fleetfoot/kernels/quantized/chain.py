@@ -109,15 +109,18 @@ class _Chained:
     def _num_programs(self, num_rows: int, num_outputs: int) -> int:
         return cdiv(num_outputs, self._tiling(num_rows, num_outputs).outputs)
 
-    def _tiling(self, num_rows: int, num_outputs: int) -> scaled_triton.ScaledTiling | packed_triton.PackedTiling:
+    def _tiling(
+        self, num_rows: int, num_outputs: int, *, gated: bool = False
+    ) -> scaled_triton.ScaledTiling | packed_triton.PackedTiling:
         sizes = num_rows, num_outputs, self._num_inputs
         if isinstance(self._weight, ScaledMatrix):
-            return scaled_triton.scaled_tiling(*sizes, self._weight.columns, self._num_sms, hopper=self._hopper)
+            options = {"hopper": self._hopper, "gated": gated}
+            return scaled_triton.scaled_tiling(*sizes, self._weight.columns, self._num_sms, **options)
         return packed_triton.packed_tiling(*sizes, self._num_sms, hopper=self._hopper)
 
     def _launch(self, output: torch.Tensor, x: torch.Tensor, epilogue: Epilogue) -> None:
         x = x if x.stride(1) == 1 else x.contiguous()
-        tiling = self._tiling(x.shape[0], output.shape[1])
+        tiling = self._tiling(x.shape[0], output.shape[1], gated=epilogue.gated > 0)
         if epilogue.gated and tiling.kernel != "hopper":  # a stage has tiles of both halves
             tiling = replace(tiling, stages=max(2, tiling.stages // 2))
         if isinstance(self._weight, ScaledMatrix):

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fleetfoot.kernels.linear.triton_kernels import write_outputs
-from fleetfoot.kernels.quantized import WRITTEN_OUTPUTS
+from fleetfoot.kernels.quantized import WRITTEN_OUTPUTS, scaled_hopper
 from fleetfoot.kernels.quantized.epilogue import PLAIN_EPILOGUE, Epilogue, load_norm_inputs
 from fleetfoot.kernels.quantized.scaled import FP8, ScaledMatrix, scaled_linear_torch
-from fleetfoot.kernels.quantized.scaled_hopper import has_hopper_kernel, hopper_product, launch_scaled_hopper
 from fleetfoot.kernels.runtime.dependent_launch import (
     can_overlap,
     launch_dependents,
@@ -62,6 +61,8 @@ class ScaledTiling:
     """hopper: groups of inputs that a warp loads ahead."""
     num_warps: int = 4
     splits: int = 1
+    product: scaled_hopper.ScaledProduct | None = None
+    """hopper: its options."""
 
     def __str__(self) -> str:
         if self.kernel == "library":
@@ -79,16 +80,18 @@ def scaled_tiling(
     *,
     has_library: bool = True,
     hopper: bool = False,
+    gated: bool = False,
 ) -> ScaledTiling:
     """``columns``: inputs that share a scale; ``has_library``: whether the library has the product; ``hopper``: whether
-    that kernel may be taken.
+    that kernel may be taken; ``gated``: whether there are as many ups as outputs.
 
     The shapes of Llama-3.1-8B on an H100 chose the numbers (`docs/experiments/quantization.md`).
     """
     has_blocks = columns < num_inputs
-    if hopper and (product := hopper_product(num_rows, num_outputs, num_inputs, num_sms, has_groups=has_blocks)):
-        outputs, row_tile = 16 * product.tiles, min(8, num_rows)
-        return ScaledTiling("hopper", outputs, 128, row_tile, product.ahead, product.warps)
+    sizes = num_rows, num_outputs, num_inputs, num_sms
+    if hopper and (product := scaled_hopper.hopper_product(*sizes, has_groups=has_blocks, gated=gated)):
+        outputs, row_tile = 16 if gated else 16 * product.tiles, min(8, num_rows)
+        return ScaledTiling("hopper", outputs, 128, row_tile, product.ahead, product.warps, product=product)
     inputs = min(128, columns & -columns) if has_blocks else 128
     if num_rows == 1 and has_blocks and inputs >= 64:
         # Smaller groups have more scales than loads in flight: with groups of 32, 6,144 outputs of 4,096 inputs took
@@ -140,7 +143,7 @@ def scaled_linear_triton(x: torch.Tensor, weight: ScaledMatrix) -> torch.Tensor:
     has_library = bool(weight.activations) and weight.values.dtype is FP8 and x.device.type != "cpu"
     has_library = has_library and (has_blocks or (weight.rows == 1 and num_outputs % _LIBRARY_MULTIPLE == 0))
     sizes = num_rows, num_outputs, num_inputs, weight.columns, gpu_limits(x.device).num_sms
-    tiling = scaled_tiling(*sizes, has_library=has_library, hopper=has_hopper_kernel(weight, x.dtype))
+    tiling = scaled_tiling(*sizes, has_library=has_library, hopper=scaled_hopper.has_hopper_kernel(weight, x.dtype))
     x = x if x.stride(1) == 1 else x.contiguous()
     if not num_rows:
         return x.new_empty(0, num_outputs)
@@ -241,12 +244,9 @@ def launch_scaled_few_rows(
     source, scales = x, x if weight.input_scale is None else weight.input_scale
     if is_quantized:
         source, scales = quantize_rows_triton(x, weight)
-    if tiling.kernel == "hopper":
-        sizes = num_rows, num_outputs, num_inputs, gpu_limits(x.device).num_sms
-        has_groups, gated = weight.columns < num_inputs, epilogue.gated > 0
-        product = hopper_product(*sizes, has_groups=has_groups, gated=gated)
-        assert product is not None
-        launch_scaled_hopper(output, source, scales if num_rows > 1 else None, weight, product, epilogue)
+    if tiling.product is not None:
+        of_rows = scales if num_rows > 1 else None
+        scaled_hopper.launch_scaled_hopper(output, source, of_rows, weight, tiling.product, epilogue)
         return
     _scaled_few_rows_kernel[(cdiv(num_outputs, tiling.outputs),)](
         output, source, scales, weight.values, weight.scales, output if weight.bias is None else weight.bias,
