@@ -39,24 +39,7 @@ DEVICE void send(u32 rank, void* to, float first, float second, u64* barrier) {
 }
 
 DEVICE void mma(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  cpu::Warp& warp = cpu::warp();
-  const u32 lane = thread_index() % 32, a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
-  std::memcpy(warp.a[lane], a, sizeof(a));
-  std::memcpy(warp.b[lane], b, sizeof(b));
-  std::memcpy(warp.sums[lane], sums, sizeof(sums));
-  cpu::meet(warp, 32, [&] {
-    for (u32 at = 0; at < 32; at++)
-      for (u32 i = 0; i < 4; i++) {
-        const u32 output = at / 4 + i / 2 * 8, row = at % 4 * 2 + i % 2;
-        for (u32 k = 0; k < 16; k++) {
-          const u32 weight = warp.a[output % 8 * 4 + k % 8 / 2][k / 8 * 2 + output / 8];
-          const u32 input = warp.b[row * 4 + k % 8 / 2][k / 8];
-          const u32 shift = k % 2 * 16;
-          warp.sums[at][i] += cpu::bf16(weight >> shift & 0xffff) * cpu::bf16(input >> shift & 0xffff);
-        }
-      }
-  });
-  std::memcpy(sums, warp.sums[lane], sizeof(sums));
+  cpu::multiply(sums, {a0, a1, a2, a3}, {b0, b1}, cpu::bf16);
 }
 
 DEVICE u32 low_halves(u32 low, u32 high) { return high << 16 | low & 0xffff; }

@@ -34,7 +34,7 @@ inline u32 e4m3_bits(float x) {
   const u32 count = static_cast<u32>(nearbyintf(ldexpf(magnitude, -place)));  // 16: the next exponent
   return sign | (count < 8 ? count : static_cast<u32>(place + 3 + 7) * 8 + (count - 8));
 }
-inline float e4m3(u32 bits) {
+inline float e4m3(u32 bits) {  // in the low byte
   const u32 exponent = bits >> 3 & 15, mantissa = bits & 7;
   if ((bits & 0x7f) == 0x7f) return bits_float(0x7fc00000);
   const float magnitude = exponent ? ldexpf(8.0f + mantissa, exponent - 10) : ldexpf(mantissa, -9);
@@ -48,23 +48,7 @@ DEVICE void widen(u32 (&pairs)[2], u32 word) {
   for (u32 i = 0; i < 2; i++) pairs[i] = (word >> i * 16 & 0xff) | (word >> i * 16 + 8 & 0xff) << 16;
 }
 DEVICE void multiply_pairs(float (&sums)[4], const u32 (&above)[2], const u32 (&below)[2], u32 x, u32 x_next) {
-  cpu::Warp& warp = cpu::warp();
-  const u32 lane = cpu::fiber->thread % 32, a[4] = {above[0], below[0], above[1], below[1]}, b[2] = {x, x_next};
-  std::memcpy(warp.a[lane], a, sizeof(a));
-  std::memcpy(warp.b[lane], b, sizeof(b));
-  std::memcpy(warp.sums[lane], sums, sizeof(sums));
-  cpu::meet(warp, 32, [&] {
-    for (u32 at = 0; at < 32; at++)
-      for (u32 i = 0; i < 4; i++) {
-        const u32 output = at / 4 + i / 2 * 8, row = at % 4 * 2 + i % 2;
-        for (u32 k = 0; k < 16; k++) {
-          const u32 weight = warp.a[output % 8 * 4 + k % 8 / 2][k / 8 * 2 + output / 8];
-          const u32 input = warp.b[row * 4 + k % 8 / 2][k / 8], shift = k % 2 * 16;
-          warp.sums[at][i] += cpu::e4m3(weight >> shift & 0xff) * cpu::e4m3(input >> shift & 0xff);
-        }
-      }
-  });
-  std::memcpy(sums, warp.sums[lane], sizeof(sums));
+  cpu::multiply(sums, {above[0], below[0], above[1], below[1]}, {x, x_next}, cpu::e4m3);
 }
 DEVICE float divided(float x, float y) { return x / y; }
 DEVICE float inverse_rounded(float x) { return 1.0f / x; }

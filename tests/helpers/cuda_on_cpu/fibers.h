@@ -250,3 +250,26 @@ DEVICE float low_bf16(u32 packed) { return bits_float(packed << 16); }
 DEVICE float high_bf16(u32 packed) { return bits_float(packed & 0xffff0000u); }
 DEVICE float exp2_fast(float x) { return exp2f(x); }
 DEVICE float inverse(float x) { return 1.0f / x; }
+namespace cpu {
+// A warp's product of 16 outputs and 8 rows over 16 inputs, as of ``mma.m16n8k16``. `value_of`: a number of its 16 bits.
+template <class Value>
+void multiply(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], Value value_of) {
+  Warp& of = warp();
+  const u32 lane = fiber->thread % 32;
+  std::memcpy(of.a[lane], a, sizeof(a));
+  std::memcpy(of.b[lane], b, sizeof(b));
+  std::memcpy(of.sums[lane], sums, sizeof(sums));
+  meet(of, 32, [&] {
+    for (u32 at = 0; at < 32; at++)
+      for (u32 i = 0; i < 4; i++) {
+        const u32 output = at / 4 + i / 2 * 8, row = at % 4 * 2 + i % 2;
+        for (u32 k = 0; k < 16; k++) {
+          const u32 weight = of.a[output % 8 * 4 + k % 8 / 2][k / 8 * 2 + output / 8];
+          const u32 input = of.b[row * 4 + k % 8 / 2][k / 8], shift = k % 2 * 16;
+          of.sums[at][i] += value_of(weight >> shift & 0xffff) * value_of(input >> shift & 0xffff);
+        }
+      }
+  });
+  std::memcpy(sums, of.sums[lane], sizeof(sums));
+}
+}  // namespace cpu
